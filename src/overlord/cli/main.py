@@ -329,6 +329,37 @@ def status(
     screen.give(found)
 
 
+@app.command()
+def dashboard(
+    address: Annotated[
+        str, typer.Argument(metavar="ADDRESS", help="What `overlord serve` shows, or its address file.")
+    ],
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Where the page is served; 0 takes any that is free.")
+    ] = 9500,
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; others than this host can then read it.")
+    ] = "127.0.0.1",
+    as_json: AsJson = False,
+) -> None:
+    """Serve a live page of a running service: waits, sources, balance, hosts, samples."""
+    from overlord.cli.serving import find_status, read_address_file
+
+    screen = Screen(as_json=as_json)
+    find_status(address)
+    try:
+        from overlord.dashboard.serving_page import PageServer
+    except ModuleNotFoundError as error:
+        raise SpecError(
+            f"the page needs {error.name}, which is not installed; nothing is served. Run "
+            "`pip install 'overlord-data[dashboard]'`."
+        ) from error
+    page = PageServer(read_address_file(address), port, host)
+    screen.show(labelled("page     ", page.url), "Ctrl-C ends the page; the service goes on.")
+    screen.give({"url": page.url})
+    page.run()
+
+
 @sources_app.command("list")
 def list_sources(
     job: JobPath,

@@ -67,11 +67,20 @@ def find_status(address: str) -> dict[str, Any]:
         SpecError: No service answers there.
     """
     try:
-        if not address.startswith("unix://") and Path(address).is_file():
-            address = Path(address).read_text(encoding="utf-8").strip()
-        return status_of(address)
+        return status_of(read_address_file(address))
     except ServiceLost as error:
         raise SpecError(str(error)) from error
+
+
+def read_address_file(address: str) -> str:
+    """Return an address, or the one that a file holds.
+
+    Raises:
+        SpecError: The file cannot be read.
+    """
+    try:
+        is_file = not address.startswith("unix://") and Path(address).is_file()
+        return Path(address).read_text(encoding="utf-8").strip() if is_file else address
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(
             f"{address}: the address cannot be read from this file ({error}); no service could be asked. Give the "

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,9 @@ from overlord.reports.summary import NARROW_SPACE, count, known_loads, percent
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
+STYLE = Path(__file__).parent / "templates" / "style.css"
+"""The look that reports and the live page share."""
 
 Tile = tuple[str, str, str]
 """A key figure: name, value, detail."""

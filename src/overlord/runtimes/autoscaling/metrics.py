@@ -65,6 +65,8 @@ def metrics_of(status: Mapping[str, Any]) -> Iterator[Metric]:
     if steps:
         yield _gauge("client_step_min", "Step of the rank that is furthest behind.", min(steps))
         yield _gauge("client_step_max", "Step of the rank that is furthest ahead.", max(steps))
+    yield _counter("trainers_waited_seconds_total", "Seconds that the trainers of a host waited for a batch, at most.",
+                   status.get("trainers_waited_s", 0.0))  # fmt: skip
     yield _gauge("views_bytes", "Bytes of batches that wait for their ranks.", status["buffers"]["views_bytes"])
     yield _gauge("store_bytes", "Bytes of the journal and the snapshots.", status["store"]["bytes"])
     yield _gauge("store_failing", "Whether the store fails, so that planning pauses.", bool(status["store"]["error"]))

@@ -541,8 +541,7 @@ class SharedPlanner:
         if isinstance(request, msg.GetStatus):
             return Document(self._status())
         if isinstance(request, msg.GetWorkload):  # without the lock: it is asked for when a planner waits for loaders
-            waited = max((news.waited_s for news in self._news.values()), default=0.0)
-            return Document({**workload(self._planner, request.ahead), "waited_s": waited})
+            return Document({**workload(self._planner, request.ahead), "waited_s": self._waited_s()})
         self._check_not_rewound()
         if isinstance(request, msg.Join):
             return self.durably(self._join, request)
@@ -803,7 +802,11 @@ class SharedPlanner:
             for host, news in sorted(self._news.items())
         }
         store = {**found["store"], "error": str(trouble) if trouble else None, **since}
-        return {**found, "store": store, "constructors": hosts}
+        return {**found, "store": store, "constructors": hosts, "trainers_waited_s": self._waited_s()}
+
+    def _waited_s(self) -> float:
+        """Return the seconds in which trainers of the host that waited most waited for a batch."""
+        return max((news.waited_s for news in self._news.values()), default=0.0)
 
     def _look_for_parked(self) -> None:
         """Look for parked sources that can be read again, in the caller; a store that fails at that is down."""

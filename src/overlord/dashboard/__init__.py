@@ -1,0 +1,1 @@
+"""The live page of a service: `overlord dashboard`, or `launch(dashboard=PORT)`."""

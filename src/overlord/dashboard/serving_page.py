@@ -1,0 +1,164 @@
+"""Serves the page of one service over HTTP: static files, what was looked at as JSON, and server-sent events.
+
+Rules of this file:
+1. Only this host is answered, unless the user names another address. Requests for other host names are refused, so that
+   no page of the web can read this one through a name that leads here.
+2. The page needs nothing from anywhere else, and a policy in its header forbids it to ask.
+3. The service is asked by one thread; what a page costs is a write of bytes that are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from overlord.core.plan import LoadingPlan
+from overlord.dashboard.watching import LOOK_EVERY_S, Watch, shown_balance, shown_samples
+from overlord.errors import OverlordError, SpecError
+from overlord.reports.pages import STYLE
+
+LOOPBACK = "127.0.0.1"
+PAGE = Path(__file__).parent / "page"
+HEADERS = {
+    "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-store",
+}
+
+
+def page_app(watch: Watch, hosts: list[str]) -> Starlette:
+    """Return the application that serves the page.
+
+    Args:
+        watch: What is shown.
+        hosts: The names that the page may be opened by.
+    """
+
+    async def page(request: Request) -> Response:
+        return FileResponse(PAGE / "index.html", headers=HEADERS)
+
+    async def style(request: Request) -> Response:
+        return FileResponse(STYLE, headers=HEADERS)
+
+    async def now(request: Request) -> Response:
+        return Response(watch.newest, media_type="application/json", headers=HEADERS)
+
+    async def events(request: Request) -> Response:
+        return StreamingResponse(_events(watch, request), media_type="text/event-stream", headers=HEADERS)
+
+    routes = [
+        Route("/", page),
+        Route("/style.css", style),
+        Route("/now", now),
+        Route("/events", events),
+        Route("/balance", functools.partial(_of_plan, watch, lambda plan, _: shown_balance(plan))),
+        Route("/samples", functools.partial(_of_plan, watch, lambda plan, bucket: shown_samples(plan, bucket))),
+        Mount("/page", StaticFiles(directory=PAGE)),
+    ]
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
+        lifespan=functools.partial(_looking, watch),
+    )
+
+
+@contextlib.asynccontextmanager
+async def _looking(watch: Watch, app: Starlette) -> AsyncIterator[None]:
+    """Look at the service as long as the page is served."""
+
+    async def look() -> None:
+        while True:
+            await asyncio.to_thread(watch.look)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    looking = asyncio.create_task(look())
+    try:
+        yield
+    finally:
+        looking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await looking
+
+
+async def _events(watch: Watch, request: Request) -> AsyncIterator[bytes]:
+    yield b"event: history\ndata: " + watch.history() + b"\n\n"
+    seen = -1
+    while not await request.is_disconnected():
+        if watch.number != seen:
+            seen = watch.number
+            yield b"event: now\ndata: " + watch.newest + b"\n\n"
+        await asyncio.sleep(LOOK_EVERY_S / 4)
+
+
+async def _of_plan(watch: Watch, show: Callable[[LoadingPlan, int], dict[str, Any]], request: Request) -> Response:
+    """Answer from the plan of a step."""
+    given = {name: request.query_params.get(name) for name in ("step", "bucket")}
+    if any(value is not None and not value.isdecimal() for value in given.values()):
+        return _refusal(400, "step and bucket are numbers of 0 or more")
+    step = None if given["step"] is None else int(given["step"])
+    try:
+        plan = await asyncio.to_thread(watch.plan, step)
+        if plan is None:
+            return _refusal(404, "there is no plan so far, or the stream has ended")
+        shown = await asyncio.to_thread(show, plan, int(given["bucket"] or 0))
+    except (OverlordError, IndexError, OSError) as error:
+        return _refusal(404, str(error))
+    return Response(msgspec.json.encode(shown), media_type="application/json", headers=HEADERS)
+
+
+def _refusal(code: int, why: str) -> Response:
+    return Response(msgspec.json.encode({"error": why}), code, media_type="application/json", headers=HEADERS)
+
+
+class PageServer:
+    """The page of a service, served by this process."""
+
+    def __init__(self, address: str, port: int, host: str = LOOPBACK) -> None:
+        """Take the port.
+
+        Raises:
+            SpecError: It cannot be had.
+        """
+        self._socket = _bound(host, port)
+        self.port = int(self._socket.getsockname()[1])
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self.port}/"
+        names = ["*"] if host not in (LOOPBACK, "::1", "localhost") else [LOOPBACK, "localhost", "[::1]"]
+        app = page_app(Watch(address), names)
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, lifespan="on")
+        self._server = uvicorn.Server(config)
+
+    def run(self) -> None:
+        """Serve until SIGTERM or Ctrl-C."""
+        self._server.run(sockets=[self._socket])
+
+    def stop(self) -> None:
+        """Let `run` return."""
+        self._server.should_exit = True
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    try:  # it listens at once: a browser that comes before the server is up waits for it
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        busy = "another process has it" if error.errno == errno.EADDRINUSE else str(error.strerror or error)
+        raise SpecError(
+            f"the page cannot be served at {host}:{port}: {busy}. Give another port, or 0 for any that is free."
+        ) from error

@@ -1,0 +1,226 @@
+"""Looks at a running service for its page: one question a second, however many pages are open.
+
+Rules of this file:
+1. Every figure comes from `service.status()` and the plans that the planner keeps; nothing is counted here but
+   differences between two looks.
+2. What is shown is written as JSON once for each look, and shared by all pages.
+3. A service that does not answer is shown as such, and asked again: the page outlives a restart.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from overlord.core import client_messages as msg
+from overlord.core.plan import LoadingPlan, plan_from_bytes
+from overlord.core.samples import SampleId
+from overlord.errors import OverlordError
+from overlord.runtimes.client_feed import ask_once, status_of
+from overlord.runtimes.transport.codec import raised
+from overlord.version import VERSION
+
+LOOK_EVERY_S = 1.0
+RATES_OVER = 10
+"""Looks that a rate is taken over: a step may take longer than a second."""
+KEPT_POINTS = 1800
+"""Points of each line that a page gets when it is opened: half an hour."""
+PLAN_EVERY_S = 3.0
+"""How often a plan is asked for at most: one of thousands of ranks has megabytes."""
+SHOWN_FAULTS = 50
+LITTLE_WAIT = 0.02
+"""Trainers that wait a smaller share of the time do not wait for data."""
+LINES = ("at", "step", "steps_per_s", "tokens_per_s", "waited", "views_bytes", "read_bytes")
+"""What a point of the history holds, in this order."""
+
+
+class Watch:
+    """What pages are told of one service."""
+
+    def __init__(self, address: str, look: Callable[[str], dict[str, Any]] = status_of) -> None:
+        self.address = address
+        self._look = look
+        self._points: deque[list[float | None]] = deque(maxlen=KEPT_POINTS)
+        self._looks: deque[tuple[float, dict[str, Any]]] = deque(maxlen=RATES_OVER)
+        self._lock = threading.Lock()
+        self._plan: tuple[float, int, LoadingPlan] | None = None
+        self.newest = b"{}"
+        """The newest look as JSON, with its point of the history."""
+        self.number = 0
+        """How many looks there were."""
+
+    def look(self) -> None:
+        """Ask the service, and write down what pages show."""
+        now = time.time()
+        try:
+            status, lost = self._look(self.address), None
+        except (OverlordError, OSError) as error:
+            status, lost = None, str(error)
+        then, before = self._looks[0] if self._looks else (now, None)
+        shown: dict[str, Any] = {"lost": lost} if status is None else shown_status(status, before, now - then)
+        point = [now, *(shown.get("rates", {}).get(name) for name in LINES[1:])]
+        with self._lock:
+            if status is not None:
+                self._looks.append((now, status))
+            self._points.append(point)
+            facts = {"at": now, "address": self.address, "version": VERSION, "point": point}
+            self.newest = msgspec.json.encode({**facts, **shown})
+            self.number += 1
+
+    def history(self) -> bytes:
+        """Return the lines so far, for a page that is opened."""
+        with self._lock:
+            columns = list(zip(*self._points, strict=True)) or [()] * len(LINES)
+        return msgspec.json.encode(dict(zip(LINES, columns, strict=True)))
+
+    def plan(self, step: int | None = None) -> LoadingPlan | None:
+        """Return the plan of a step that the planner keeps; by default of the newest that a trainer has.
+
+        Raises:
+            OverlordError: The service does not answer, or does not keep the step.
+        """
+        held = self._plan
+        if held is not None and (step == held[1] or (step is None and time.monotonic() - held[0] < PLAN_EVERY_S)):
+            return held[2]
+        with self._lock:
+            status = self._looks[-1][1] if self._looks else {}
+        at = step if step is not None else newest_step(status)
+        if at is None:
+            return None
+        blob = raised(ask_once(self.address, msg.GetPlan(at))).plan
+        if blob is None:
+            return None
+        plan = plan_from_bytes(blob)
+        self._plan = (time.monotonic(), at, plan)
+        return plan
+
+
+def newest_step(status: Mapping[str, Any]) -> int | None:
+    """Return the newest step that a trainer has, or the newest that is planned; None before the first plan."""
+    taken = [int(step) for step in (status.get("clients") or {}).values()]
+    planned = (status.get("planner") or {}).get("next_step", 0) - 1
+    step = min(max(taken, default=planned), planned)
+    return step if step >= 0 else None
+
+
+def shown_status(status: Mapping[str, Any], before: Mapping[str, Any] | None, seconds: float) -> dict[str, Any]:
+    """Return what the page shows of a status.
+
+    Args:
+        status: Of the service.
+        before: That of the look before; None for the first.
+        seconds: Between them.
+    """
+    sources, old = status.get("sources") or {}, (before or {}).get("sources") or {}
+    rates = {name: _rate(one["tokens"], old.get(name, {}).get("tokens"), seconds) for name, one in sources.items()}
+    steps = [int(step) for step in (status.get("clients") or {}).values()]
+    taken = [int(step) for step in ((before or {}).get("clients") or {}).values()]
+    step = max(steps, default=None)
+    known = [rate for rate in rates.values() if rate is not None]
+    buffers = status.get("buffers") or {}
+    waited = _rate(status.get("trainers_waited_s"), (before or {}).get("trainers_waited_s"), seconds)
+    return {
+        "sentence": sentence_of(status, waited),
+        "runtime": status.get("runtime"),
+        "mesh": status.get("mesh"),
+        "next_mesh": status.get("next_mesh"),
+        "state": (status.get("service") or {}).get("state", "up"),
+        "restarts": (status.get("service") or {}).get("restarts", 0),
+        "next_step": (status.get("planner") or {}).get("next_step"),
+        "clients": {"count": len(steps), "first": min(steps, default=None), "last": step},
+        "store": status.get("store"),
+        "rates": {
+            "step": step,
+            "steps_per_s": _rate(step, max(taken, default=None), seconds),
+            "tokens_per_s": sum(known) if known else None,
+            "waited": None if waited is None else min(waited, 1.0),
+            "views_bytes": buffers.get("views_bytes"),
+            "read_bytes": buffers.get("read_bytes"),
+        },
+        "sources": [{"name": name, "tokens_per_s": rates[name], **one} for name, one in sources.items()],
+        "hosts": list(status.get("hosts") or ()),
+        "faults": list(status.get("faults") or ())[-SHOWN_FAULTS:],
+        "scaling": list((status.get("scaling") or {}).get("events") or ())[-SHOWN_FAULTS:],
+    }
+
+
+def sentence_of(status: Mapping[str, Any], waited: float | None = None) -> str:
+    """Return the state of a service in one sentence: what holds up the trainers, if anything does.
+
+    Args:
+        status: Of the service.
+        waited: The share of the time in which trainers waited of late; None where it is not known.
+    """
+    if status.get("failed"):
+        return str(status["failed"])
+    service = status.get("service") or {}
+    if service.get("state", "up") != "up":
+        return f"The service process is {service['state']}: {service.get('why') or 'it ended'}."
+    if (status.get("store") or {}).get("error"):
+        return f"Planning waits for the store: {status['store']['error']}"
+    waiting = (status.get("planner") or {}).get("waits_for_report")
+    if waiting is not None:
+        return f"Planning waits for the trainer's report of step {waiting}."
+    found = (status.get("scaling") or {}).get("bottleneck")
+    if waited is not None and waited > LITTLE_WAIT:
+        why = found or "no single source holds them up; the host may need more cores for decoding and packing"
+        return f"Trainers wait for data {min(waited, 1.0):.0%} of the time: {why}."
+    return "Trainers do not wait for data." if status.get("clients") else "No trainer is attached."
+
+
+def _rate(new: float | None, old: float | None, seconds: float) -> float | None:
+    """Return the rate of something that is counted; None at the first look, and where the count began anew."""
+    return None if new is None or old is None or new < old or seconds <= 0 else (new - old) / seconds
+
+
+def shown_balance(plan: LoadingPlan) -> dict[str, Any]:
+    """Return the tokens of every bucket's microbatches, padding included."""
+    tokens = plan.loads(plan.in_batch)
+    total, filled = tokens.sum(axis=1), tokens[tokens > 0]
+    mean = float(filled.mean()) if len(filled) else 1.0
+    # One byte for each, so that thousands of ranks stay a few kilobytes: 0 is empty, 128 the mean, 255 twice the mean.
+    scaled = np.clip(np.rint(tokens * (128 / mean)), tokens > 0, 255).astype(np.uint8)
+    return {
+        "step": plan.step,
+        "axis": plan.axis,
+        "mesh": str(plan.mesh),
+        "buckets": plan.num_buckets,
+        "microbatches": plan.num_microbatches,
+        "mean": mean,
+        "most": int(tokens.max(initial=0)),
+        "loads": scaled.tobytes().hex(),
+        "max_over_mean": float(total.max() / total.mean()) if total.any() else None,
+        "cp_sizes": sorted({int(size) for size in plan.cp_sizes}) if plan.cp_sizes is not None else None,
+    }
+
+
+def shown_samples(plan: LoadingPlan, bucket: int) -> dict[str, Any]:
+    """Return the pieces of one bucket: which samples, of which length, in which microbatch.
+
+    Raises:
+        IndexError: There is no such bucket.
+    """
+    if not 0 <= bucket < plan.num_buckets:
+        raise IndexError(f"bucket {bucket} is not among the {plan.num_buckets} of step {plan.step}")
+    names, meta = plan.draw.names, plan.draw.meta
+    rows: list[dict[str, Any]] = []
+    for microbatch in range(plan.num_microbatches):
+        pieces = plan.bin(bucket, microbatch)
+        for sample, start, length in zip(
+            *(c.tolist() for c in (pieces.sample, pieces.start, pieces.length)), strict=True
+        ):
+            source, row, epoch = (
+                names[int(plan.draw.source[sample])],
+                int(meta["row"][sample]),
+                int(meta["epoch"][sample]),
+            )
+            first = start + int(meta["start"][sample])
+            rows.append({"microbatch": microbatch, "source": source, "id": str(SampleId(source, row, epoch)),
+                         "epoch": epoch, "from": first, "tokens": length})  # fmt: skip
+    return {"step": plan.step, "bucket": bucket, "ranks": plan.mesh.consumers(plan.axis, bucket), "samples": rows}

@@ -1,0 +1,185 @@
+"""The live page: what it shows of a real service, over HTTP and in a real browser."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import shutil
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+import overlord as ol
+from overlord.dashboard import serving_page
+from overlord.dashboard.serving_page import PageServer
+from overlord.dashboard.watching import Watch, newest_step, sentence_of, shown_status
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+MESH = ol.ClientPlaceTree(dp=2, cp=2)
+
+
+@pytest.fixture(scope="module")
+def service(ids_job, tmp_path_factory):
+    """A service whose four ranks train slowly, so that figures change while they are looked at."""
+    tmp_path = tmp_path_factory.mktemp("page")
+    with ol.launch(ids_job, mesh=MESH, runtime="local", cache=tmp_path, store=tmp_path / "store") as launched:
+        stop = threading.Event()
+
+        def train(rank):
+            with launched.client(rank) as client:
+                for step in client:
+                    list(step.microbatches)
+                    if stop.wait(0.1):
+                        return
+
+        ranks = [threading.Thread(target=train, args=(rank,)) for rank in range(MESH.world_size)]
+        for thread in ranks:
+            thread.start()
+        yield launched
+        stop.set()
+        for thread in ranks:
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def page(service):
+    server = PageServer(service.address, 0)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    yield server
+    server.stop()
+    thread.join()
+
+
+def get(url, **headers):
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
+        return answer.read()
+
+
+def until(find, within_s=20.0):
+    ends = time.monotonic() + within_s
+    while not (found := find()) and time.monotonic() < ends:
+        time.sleep(0.1)
+    return found
+
+
+def kept(service, step):
+    """Plans are written in groups while a run goes on."""
+    with contextlib.suppress(ol.StateError):
+        return ol.replay(service.status()["store"]["place"], step, mesh=MESH)
+
+
+def test_it_shows_the_service_and_its_plans(service, page):
+    seen = until(lambda: (now := json.loads(get(f"{page.url}now"))).get("rates", {}).get("steps_per_s") and now)
+    assert seen["sentence"].startswith("Trainers ") and seen["mesh"] == str(MESH)
+    assert [one["name"] for one in seen["sources"]] == list(service.status()["sources"])
+    balance = json.loads(get(f"{page.url}balance"))
+    plan = service.plan_raw(balance["step"])
+    loads = plan.loads(plan.in_batch)
+    assert (balance["buckets"], balance["microbatches"]) == loads.shape and balance["most"] == loads.max()
+    assert [load > 0 for load in bytes.fromhex(balance["loads"])] == (loads > 0).ravel().tolist()
+    shown = json.loads(get(f"{page.url}samples?step={balance['step']}&bucket=1"))
+    assert shown["ranks"] == MESH.consumers("dp", 1)
+    with until(lambda: kept(service, balance["step"])) as again:
+        step = next(again.client(shown["ranks"][0]))
+        held = {str(one) for batch in step.microbatches for one in batch.meta.sample_ids}
+    assert {one["id"] for one in shown["samples"]} == held
+
+
+def test_pages_of_the_web_cannot_read_it(page):
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        get(f"{page.url}now", Host="rebound.example")
+    with urllib.request.urlopen(page.url) as answer:
+        assert "default-src 'self'" in answer.headers["content-security-policy"]
+
+
+@pytest.mark.parametrize(("path", "words"), [("samples?bucket=99", "not among"), ("samples?step=x", "numbers")])
+def test_wrong_questions_are_refused(page, path, words):
+    until(lambda: json.loads(get(f"{page.url}now")).get("clients"))
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        get(page.url + path)
+    assert words in json.loads(refused.value.read())["error"]
+
+
+def test_a_port_that_is_taken_is_named(page):
+    with pytest.raises(ol.SpecError, match=rf"{page.port}: another process has it.*another port"):
+        PageServer("unix:///tmp/none", page.port)
+
+
+def test_a_service_that_is_gone_is_shown_as_such(tmp_path):
+    watch = Watch(f"unix://{tmp_path}")
+    watch.look()
+    assert "service" in json.loads(watch.newest)["lost"] and watch.number == 1
+
+
+def test_rates_are_differences_of_two_looks():
+    before = {"clients": {"0": 4, "1": 5}, "sources": {"a": {"tokens": 100}}, "trainers_waited_s": 1.0}
+    after = {
+        "clients": {"0": 8, "1": 9},
+        "sources": {"a": {"tokens": 300}, "b": {"tokens": 7}},
+        "trainers_waited_s": 1.5,
+    }
+    shown = shown_status(after, before, 2.0)
+    assert (shown["rates"]["steps_per_s"], shown["rates"]["tokens_per_s"], shown["rates"]["waited"]) == (
+        2.0,
+        100.0,
+        0.25,
+    )
+    assert [one["tokens_per_s"] for one in shown["sources"]] == [100.0, None]
+    assert shown_status(before, after, 2.0)["rates"]["steps_per_s"] is None, "a service that went back has no rate"
+
+
+def test_the_sentence_names_what_is_waited_for():
+    up = {"clients": {"0": 1}, "planner": {"next_step": 3}}
+    assert sentence_of(up) == "Trainers do not wait for data."
+    assert sentence_of({**up, "clients": {}}) == "No trainer is attached."
+    assert "step 2" in sentence_of({**up, "planner": {"waits_for_report": 2}})
+    held = {**up, "scaling": {"bottleneck": "source 'photos' is the bottleneck"}}
+    assert sentence_of(held, 0.5) == "Trainers wait for data 50% of the time: source 'photos' is the bottleneck."
+    assert "more cores" in sentence_of(up, 0.5) and sentence_of(held, 0.01) == "Trainers do not wait for data."
+    assert "disk full" in sentence_of({**up, "store": {"error": "disk full"}})
+    assert newest_step({}) is None and newest_step(up) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_in_a_browser(page):
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        wrong, asked = [], set()
+        for scheme in ("light", "dark"):
+            tab = browser.new_page(color_scheme=scheme)
+            tab.on("console", lambda said: wrong.append(said.text))
+            tab.on("pageerror", lambda error: wrong.append(str(error)))
+            tab.on("request", lambda request: asked.add(request.url))
+            tab.goto(page.url)
+            steps = tab.locator("#tiles div:first-child dd:nth-child(2)")
+            steps.wait_for()
+            first = steps.text_content()
+            tab.wait_for_function("text => document.querySelector('#tiles dd').textContent !== text", arg=first)
+            tab.locator("#source-rows tr").first.click()
+            sync_api.expect(tab.locator("#source-detail h3")).to_be_visible()
+            tab.locator("#balance").scroll_into_view_if_needed()
+            sync_api.expect(tab.locator("#balance-words")).to_contain_text("microbatches", timeout=15000)
+            tab.locator("#heat").click(position={"x": 20, "y": 300})
+            sync_api.expect(tab.locator("#sample-words")).to_contain_text("bucket 1", timeout=15000)
+            assert tab.locator("#sample-rows tr").count() > 0
+            assert tab.locator(".plot canvas").count() == 4
+            assert wrong == [] and all(url.startswith((page.url, "data:")) for url in asked)
+            tab.close()
+        browser.close()
+
+
+def test_what_comes_from_others_is_what_it_says():
+    vendor = Path(serving_page.__file__).parent / "page" / "vendor"
+    written = re.findall(r"([0-9a-f]{64})  (\S+)", (vendor / "README.md").read_text())
+    assert len(written) == 2
+    for digest, name in written:
+        assert hashlib.sha256((vendor / name).read_bytes()).hexdigest() == digest
