@@ -79,12 +79,15 @@ def blocks_of_sizes(sizes: Iterable[Int64s], *, whole: bool = False) -> BlockInd
     rows, total, last = 0, 0, -1
     for run in sizes:
         if len(run):
-            starts = total + np.cumsum(run) - run
-            blocks = starts // SEEKABLE_BLOCK_BYTES * (not whole)
-            new = np.flatnonzero(np.diff(blocks, prepend=last))
+            starts = np.cumsum(run)
+            end = total + int(starts[-1])
+            starts += total - run
+            final = 0 if whole else int(starts[-1]) // SEEKABLE_BLOCK_BYTES
+            # A block begins with the first row at or behind a multiple of its size.
+            new = np.unique(np.searchsorted(starts, np.arange(last + 1, final + 1) * SEEKABLE_BLOCK_BYTES))
             firsts.append(rows + new)
             before.append(starts[new])
-            rows, total, last = rows + len(run), total + int(run.sum()), int(blocks[-1])
+            rows, total, last = rows + len(run), end, final
     bounds, bytes_before = np.concatenate([*firsts, [rows]]), np.concatenate([*before, [total]])
     start, stop = bounds[:-1].copy(), bounds[1:].copy()
     return BlockIndex(stop - start, np.diff(bytes_before), start, stop, start)
