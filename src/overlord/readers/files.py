@@ -127,8 +127,12 @@ SUFFIXES: dict[str, tuple[str, ...]] = {
     "arrow": (".arrow", ".feather", ".ipc"),
     "megatron": (".bin",),
     "mds": tuple(f".mds{end}" for end in ("", ".zstd", ".gz", ".bz2", ".br")),
+    "tfrecord": tuple(name + end for name in (".tfrecord", ".tfrecords") for end in ("", ".gz")),
+    "arrayrecord": (".array_record", ".arrayrecord"),
 }
 """The suffixes of the file names of each format."""
+_SHARD = re.compile(r"-\d+-of-\d+(?=$|\.)")
+"""The number of a shard, which TensorFlow's tools write behind the suffix."""
 _NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 """Files that Hugging Face datasets write beside the data."""
 
@@ -137,10 +141,10 @@ def format_of_name(path: str) -> str | None:
     """Return the format that a file's name implies, or None.
 
     Example:
-        >>> format_of_name("web/00.jsonl.gz"), format_of_name("README.md")
-        ('jsonl', None)
+        >>> format_of_name("web/00.jsonl.gz"), format_of_name("a.tfrecord-00000-of-00008"), format_of_name("README.md")
+        ('jsonl', 'tfrecord', None)
     """
-    name = path.lower()
+    name = _SHARD.sub("", path.lower())
     return next((f for f, ends in SUFFIXES.items() if name.endswith(ends)), None)
 
 
