@@ -129,6 +129,7 @@ SUFFIXES: dict[str, tuple[str, ...]] = {
     "mds": tuple(f".mds{end}" for end in ("", ".zstd", ".gz", ".bz2", ".br")),
     "tfrecord": tuple(name + end for name in (".tfrecord", ".tfrecords") for end in ("", ".gz")),
     "arrayrecord": (".array_record", ".arrayrecord"),
+    "lance": (".manifest",),
 }
 """The suffixes of the file names of each format."""
 _SHARD = re.compile(r"-\d+-of-\d+(?=$|\.)")
@@ -361,7 +362,7 @@ def _pair_indices(filesystem: fs.FileSystem, infos: _Infos) -> tuple[_Infos, dic
 def _data_of_folder(
     listed: _Infos, folder: str, format: str | None, suffixes: tuple[str, ...]
 ) -> tuple[_Infos, _Infos]:
-    infos: list[fs.FileInfo] = []
+    infos, listed = _lance_versions(listed)
     for info in listed:
         inside = info.path[len(folder) :].strip("/").split("/")
         if info.type is fs.FileType.File and not any(part.startswith((".", "_")) for part in inside):
@@ -370,8 +371,11 @@ def _data_of_folder(
         return [info for info in infos if info.path.lower().endswith(suffixes)], infos
     infos = _without_copies(infos)
     named = {i.path: format_of_name(i.path) for i in infos}
-    for path in [path for path, found in named.items() if found == "megatron" and f"{path[:-4]}.idx" not in named]:
-        named[path] = None  # other tools write .bin files too: weights, for instance
+    for path, found in named.items():  # other tools write .bin files too (weights, for instance), and manifests
+        if (found == "megatron" and f"{path[:-4]}.idx" not in named) or (
+            found == "lance" and not _MANIFEST.fullmatch(path)
+        ):
+            named[path] = None
     data = [
         i
         for i in infos
@@ -380,6 +384,33 @@ def _data_of_folder(
     if data or format is None:
         return data, infos
     return [i for i in infos if named[i.path] is None and not i.path.lower().endswith(_TABLES)], infos
+
+
+_MANIFEST = re.compile(r"(.*)/_versions/(\d+)\.manifest")
+
+
+def _lance_versions(listed: _Infos) -> tuple[_Infos, _Infos]:
+    """Return the manifest of the newest version of each Lance dataset in a folder, and the files of no such dataset."""
+    newest: dict[str, tuple[int, fs.FileInfo]] = {}
+    for info in listed:
+        found = _MANIFEST.fullmatch(info.path)
+        if found is not None and info.type is fs.FileType.File:
+            one = (version_of_manifest(found[2]), info)
+            newest[found[1]] = max(newest.get(found[1], one), one, key=lambda pair: pair[0])
+    folders = tuple(f"{folder}/" for folder in newest)
+    return [info for _, info in newest.values()], [info for info in listed if not info.path.startswith(folders)]
+
+
+def version_of_manifest(number: str) -> int:
+    """Return the version of a Lance dataset that a manifest of this name is of.
+
+    Newer datasets name it by what is left of 64 bits, so that the newest version is listed first.
+
+    Example:
+        >>> version_of_manifest("7"), version_of_manifest("18446744073709551613")
+        (7, 2)
+    """
+    return (1 << 64) - 1 - int(number) if len(number) == 20 else int(number)
 
 
 def _without_copies(infos: _Infos) -> _Infos:

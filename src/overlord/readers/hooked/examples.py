@@ -7,7 +7,7 @@ record, so damaged records are bad rows. A list that has one value in each of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numba
@@ -332,9 +332,3 @@ def _numbers(data: Bytes, places: Int64s, lengths: Int64s, code: int, offsets: I
                     out[to] = np.int64(value)
                 to += np.uint64(1)
             at = end
-
-
-def joined(records: Sequence[bytes]) -> tuple[Bytes, Int64s, Int64s]:
-    """Return records one behind the other, where they begin, and their sizes."""
-    sizes = np.array([len(record) for record in records], np.int64)
-    return np.frombuffer(b"".join(records), np.uint8), offsets_of(sizes)[:-1], sizes
