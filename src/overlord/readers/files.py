@@ -61,7 +61,7 @@ class StoredFile:
     location: str = field(repr=False)
     """The path on `filesystem`."""
     beside: StoredFile | None = None
-    """The file that is read with this one: the `.idx` of a Megatron `.bin`."""
+    """The file that is read with this one: the `.idx` of a Megatron `.bin`, the `index.json` of a chunk of litdata."""
 
     @property
     def is_local(self) -> bool:
@@ -130,10 +130,13 @@ SUFFIXES: dict[str, tuple[str, ...]] = {
     "tfrecord": tuple(name + end for name in (".tfrecord", ".tfrecords") for end in ("", ".gz")),
     "arrayrecord": (".array_record", ".arrayrecord"),
     "lance": (".manifest",),
+    "litdata": (),
 }
 """The suffixes of the file names of each format."""
 _SHARD = re.compile(r"-\d+-of-\d+(?=$|\.)")
 """The number of a shard, which TensorFlow's tools write behind the suffix."""
+_CHUNK = re.compile(r"(?:^|/)chunk-\d+-\d+(?:\.(zstd)(?::\d+)?)?\.bin$")
+"""The chunks of litdata, and how they are compressed; other `.bin` files are Megatron's."""
 _NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 """Files that Hugging Face datasets write beside the data."""
 
@@ -146,6 +149,8 @@ def format_of_name(path: str) -> str | None:
         ('jsonl', 'tfrecord', None)
     """
     name = _SHARD.sub("", path.lower())
+    if _CHUNK.search(name):
+        return "litdata"
     return next((f for f, ends in SUFFIXES.items() if name.endswith(ends)), None)
 
 
@@ -156,7 +161,8 @@ def compression_of_name(path: str) -> Compression | None:
         >>> compression_of_name("a.tgz"), compression_of_name("a.jsonl.zst"), compression_of_name("a.tar")
         ('gzip', 'zstd', None)
     """
-    end = path.lower().rpartition(".")[2]
+    chunk = _CHUNK.search(path.lower())
+    end = path.lower().rpartition(".")[2] if chunk is None else chunk[1]
     return _COMPRESSIONS.get(end)
 
 
@@ -275,6 +281,8 @@ def _list_one(
         indices: dict[str, fs.FileInfo] = {}
         if format in (None, "megatron"):
             infos, indices = _pair_indices(filesystem, infos)
+        if format in (None, "litdata"):
+            indices |= _chunk_indices(filesystem, infos)
     except SourceError as error:
         raise SourceError(f"{path!r}: {error}") from error
     except (OSError, pa.ArrowException) as error:
@@ -359,6 +367,15 @@ def _pair_indices(filesystem: fs.FileSystem, infos: _Infos) -> tuple[_Infos, dic
     return list(kept.values()), whole
 
 
+def _chunk_indices(filesystem: fs.FileSystem, infos: _Infos) -> dict[str, fs.FileInfo]:
+    """Return the `index.json` that describes each chunk of litdata."""
+    chunks = [info.path for info in infos if format_of_name(info.path) == "litdata"]
+    folders = sorted({path.rpartition("/")[0] for path in chunks})
+    found = filesystem.get_file_info([f"{folder}/index.json" for folder in folders]) if folders else []
+    known = {folder: one for folder, one in zip(folders, found, strict=True) if one.type is fs.FileType.File}
+    return {path: known[path.rpartition("/")[0]] for path in chunks if path.rpartition("/")[0] in known}
+
+
 def _data_of_folder(
     listed: _Infos, folder: str, format: str | None, suffixes: tuple[str, ...]
 ) -> tuple[_Infos, _Infos]:
@@ -414,11 +431,11 @@ def version_of_manifest(number: str) -> int:
 
 
 def _without_copies(infos: _Infos) -> _Infos:
-    """Leave out what is written beside MDS shards: their `index.json`, and compressed copies of raw shards."""
-    shards = {info.path for info in infos if format_of_name(info.path) == "mds"}
+    """Leave out what is beside MDS shards and chunks of litdata: `index.json`, and compressed copies of raw shards."""
+    shards = {info.path: found for info in infos if (found := format_of_name(info.path)) in ("mds", "litdata")}
 
     def is_data(info: fs.FileInfo) -> bool:
-        if info.path in shards:
+        if shards.get(info.path) == "mds":
             raw = info.path[: info.path.lower().rfind(".mds") + len(".mds")]
             return raw == info.path or raw not in shards
         folder = info.path.removesuffix("index.json")
