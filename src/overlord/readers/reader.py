@@ -68,9 +68,7 @@ SEEKABLE_BLOCK_BYTES = 16 << 20
 blocks are cut into parts: rows of a group then come from many places. And an index of terabytes stays small."""
 
 
-def blocks_of_sizes(
-    sizes: Iterable[Int64s], *, whole: bool = False, block_bytes: int | None = None
-) -> BlockIndex:
+def blocks_of_sizes(sizes: Iterable[Int64s], *, whole: bool = False, block_bytes: int | None = None) -> BlockIndex:
     """Return blocks whose start and stop are rows; sizes of rows come in runs.
 
     Args:

@@ -1,6 +1,6 @@
 """Writes the files of array_record/ with array-record, of the rows that make_tfrecord.py wrote.
 
-    pip install array-record; python tests/readers/data/make_array_record.py
+pip install array-record; python tests/readers/data/make_array_record.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes the files of tfrecord/ with TensorFlow, and what its own reader reads from them as Parquet.
 
-    pip install tensorflow pyarrow; python tests/readers/data/make_tfrecord.py
+pip install tensorflow pyarrow; python tests/readers/data/make_tfrecord.py
 """
 
 from __future__ import annotations

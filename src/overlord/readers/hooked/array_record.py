@@ -81,7 +81,7 @@ class ArrayRecordReader:
 
     def kinds(self, file: StoredFile, columns: Sequence[str]) -> dict[str, Kind | None]:
         """Return the kinds of the wanted columns, by the head of the file."""
-        known = {RECORD: "bytes"} | _head(file)
+        known: dict[str, Kind | None] = {RECORD: "bytes", **_head(file)}
         return {column: known[column] for column in columns if column in known}
 
 

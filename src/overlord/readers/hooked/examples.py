@@ -134,7 +134,7 @@ def _varint(data: Bytes, at: int, stop: int) -> tuple[int, int]:
         at += 1
         value |= (byte & np.uint64(127)) << shift
         if byte < np.uint64(128):
-            return np.int64(value), at
+            return np.int64(value), at  # type: ignore[return-value]
         shift += np.uint64(7)
     return 0, _DAMAGED
 
@@ -313,7 +313,7 @@ def _numbers(data: Bytes, places: Int64s, lengths: Int64s, code: int, offsets: I
     for row in range(len(places)):
         at, stop, to = places[row], places[row] + lengths[row], np.uint64(offsets[row])
         while at < stop:
-            number, wire, begin, end = _field(data, at, stop)
+            number, _, begin, end = _field(data, at, stop)
             while number == 1 and begin < end:
                 if code == 2:
                     word[0] = 0

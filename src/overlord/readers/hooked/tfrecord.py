@@ -201,7 +201,7 @@ _TABLES = _crc_tables()
 
 
 @_jit
-def _masked_crc(data: Bytes, start: int, stop: int, tables: npt.NDArray[np.uint32]) -> int:
+def _masked_crc(data: Bytes, start: int, stop: int, tables: npt.NDArray[np.uint32]) -> np.int64:
     crc, at, end = np.uint32(0xFFFFFFFF), np.uint64(start), np.uint64(stop)
     byte, eight = np.uint32(255), np.uint64(8)
     while end - at >= eight:
@@ -230,7 +230,7 @@ def _masked_crc(data: Bytes, start: int, stop: int, tables: npt.NDArray[np.uint3
 
 
 @_jit
-def _stored(data: Bytes, at: int, count: int) -> int:
+def _stored(data: Bytes, at: int, count: int) -> np.int64:
     value = np.uint64(0)
     for n in range(count):
         value |= np.uint64(data[at + n]) << np.uint64(8 * n)
@@ -265,3 +265,20 @@ def _check_rows(data: Bytes, begins: Int64s, lengths: Int64s, tables: npt.NDArra
 def _checksums_fit(data: Bytes, begins: Int64s, lengths: Int64s) -> npt.NDArray[np.bool_]:
     """Return which records fit their checksums."""
     return _check_rows(data, np.ascontiguousarray(begins), np.ascontiguousarray(lengths), _TABLES)
+
+
+def warm_examples() -> None:
+    """Compile the kernels that read records of Examples."""
+
+    def field(number: int, value: bytes) -> bytes:
+        return bytes([number << 3 | 2, len(value)]) + value
+
+    lists = {b"b": (1, b"ab"), b"f": (2, bytes(4)), b"i": (3, b"\1\2")}
+    entries = [field(1, field(1, n) + field(2, field(code, field(1, v)))) for n, (code, v) in lists.items()]
+    record = field(1, b"".join(entries))
+    data = np.frombuffer(len(record).to_bytes(8, "little") + bytes(4) + record + bytes(4), np.uint8)
+    _walk(data, _TABLES)
+    begins, sizes = np.array([12]), np.array([len(record)])
+    columns = example_columns(data, begins, sizes)
+    kinds: dict[str, Kind] = {name: kind or "bytes" for name, kind in columns.items()}
+    example_rows(data, begins, sizes, _checksums_fit(data, begins, sizes), {**kinds, "i": "float_list"})

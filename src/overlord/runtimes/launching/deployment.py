@@ -635,6 +635,8 @@ def _warm_spans() -> None:
 
 def warm_everything() -> None:
     """Compile every kernel there is."""
+    from overlord.readers.hooked.tfrecord import warm_examples  # no launch needs it
+
     warm_kernels()
     warm_packing()
     warm_images()
@@ -642,3 +644,4 @@ def warm_everything() -> None:
     normalize_patches(np.zeros((1, 3), np.uint8), (0, 0, 0), (1, 1, 1), 1.0, np.empty((1, 3), np.float32))
     log_mel(np.zeros(400, np.float32), mels=8, sample_rate=16000, frames=2)
     _warm_spans()
+    warm_examples()
