@@ -480,7 +480,10 @@ def energon(
     if out.suffix not in (".jsonl", ".ndjson"):
         raise SpecError(f"--out {out}: a manifest of JSON lines is written, and its name ends in .jsonl. Rename it.")
     check_writable("--out", out)
-    kind = yaml.safe_load(sample) if sample is not None else None
+    try:
+        kind = yaml.safe_load(sample) if sample is not None else None
+    except yaml.YAMLError:
+        kind = None
     if sample is not None and not isinstance(kind, dict):
         raise SpecError(f"--sample {sample}: it is no mapping; samples could not be made. Write '{{kind: text, ..}}'.")
     sources = import_energon(metadataset, split, kind)
