@@ -26,7 +26,7 @@ from pyarrow import fs
 
 import overlord as ol
 from overlord.core.ragged import unread_rows
-from overlord.errors import ReaderError, SourceError
+from overlord.errors import ReaderError, SourceError, SpecError
 from overlord.readers.files import StoredFile, list_files
 from overlord.readers.hooked import tfrecord
 from overlord.readers.source_files import HOOKED, reader_of
@@ -199,11 +199,11 @@ def test_a_flipped_byte_is_noticed_or_harmless(case: Case, path: Path, tmp_path:
     assert noticed > 3
 
 
-def test_an_idle_source_holds_nothing_open(case: Case, path: Path, open_source):
+def check_idle(open_source: Any, path: Path, format: str) -> None:
     process = psutil.Process()
 
     def opened() -> Any:
-        source = open_source(path, format=case.format)
+        source = open_source(path, format=format)
         source.blocks(0)
         source.forget()
         return source
@@ -214,6 +214,17 @@ def test_an_idle_source_holds_nothing_open(case: Case, path: Path, open_source):
     assert process.num_fds() <= files
     assert (process.memory_full_info().uss - before) / 60 < 0.1 * 2**20
     assert len(kept) == 80
+
+
+def test_an_idle_source_holds_nothing_open(case: Case, path: Path, open_source):
+    check_idle(open_source, path, case.format)
+
+
+@pytest.mark.parametrize(
+    ("format", "path"), [("megatron", "megatron/gpt_uint16_text_document.bin"), ("mds", "mds/raw"), ("mds", "mds/zstd")]
+)
+def test_an_idle_source_of_other_loaders_files_holds_nothing_open(format: str, path: str, open_source):
+    check_idle(open_source, DATA / path, format)
 
 
 def test_a_missing_column_is_refused(case: Case, path: Path, open_source):
@@ -361,3 +372,10 @@ def test_datasets_in_a_folder_are_found(lance_path: Path, tmp_path: Path):
     (tmp_path / "all" / "notes.manifest").write_text("not data")
     found = [Path(file.path).relative_to(tmp_path / "all").parts[0] for file in list_files([str(tmp_path / "all")])]
     assert found == ["a.lance", "b.lance"]
+
+
+def test_weights_by_size_are_refused(lance_path: Path, tmp_path: Path):
+    job = job_of(lance_path, CASES[-1], 0)
+    hot = ol.Job(job.sources, batch=job.batch, mixture=ol.Mixture(temperature=2.0))
+    with pytest.raises(SpecError, match=r"the sizes of sources, and that of 'web', a Lance dataset, is not known"):
+        stream_digests(hot, steps=1, cache=str(tmp_path / "cache"))

@@ -585,6 +585,13 @@ def base_weights(job: Job, facts: Mapping[str, SourceFacts]) -> dict[str, float]
     if given:
         return {s.name: given.get(s.name, 0.0) for s in job.sources}
     if job.mixture.temperature is not None:
+        # The size of such a source is that of the list of its files.
+        unsized = next((name for name in job.names if facts[name].format == "lance"), None)
+        if unsized is not None:
+            raise SpecError(
+                f"mixture.temperature is {job.mixture.temperature}, which makes weights of the sizes of sources, and "
+                f"that of {unsized!r}, a Lance dataset, is not known; its share would be wrong. Give weights."
+            )
         return {name: float(facts[name].total_bytes) for name in job.names}
     return {s.name: 1.0 for s in job.sources}
 
