@@ -103,12 +103,18 @@ def test_a_column_that_is_not_there_is_refused(open_source):
         open_source(DATA / f"{DATASETS[0]}.bin", columns=["text"]).kinds()
 
 
-def test_an_index_of_chosen_documents_is_read(tmp_path: Path, open_source):
-    rows = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
-    path = write_dataset(tmp_path / "all", rows)
-    chosen = write_dataset(tmp_path / "some", [rows[3], [], rows[0], rows[0]], places=[12, 0, 0, 0])
-    shutil.copy(path, chosen)
-    assert tokens_of(open_source(chosen)) == [[7, 8, 9, 10], [], [1, 2, 3], [1, 2, 3]]
+def test_a_changed_length_or_place_is_found_wherever_it_is(tmp_path: Path, open_source, monkeypatch):
+    monkeypatch.setattr("overlord.readers.megatron._ROWS_AT_A_TIME", 3)
+    path = write_dataset(tmp_path / "x", [[1, 2, 3], [], [4, 5], [6], [7, 8, 9], [10, 11], [12]])
+    whole = path.with_suffix(".idx").read_bytes()
+    assert len(tokens_of(open_source(path))) == 7
+    for at in range(34, 34 + 12 * 7):  # the lengths and the places
+        for flip in (1, 2, 3, 0x80):
+            index = bytearray(whole)
+            index[at] ^= flip
+            path.with_suffix(".idx").write_bytes(index)
+            with pytest.raises(SourceError, match=r"a length or a place is damaged"):
+                open_source(path).blocks(0)
 
 
 def test_blocks_are_cut_by_bytes_and_any_row_is_reached_at_once(tmp_path: Path, open_source, monkeypatch):
@@ -149,7 +155,7 @@ def test_a_truncated_file_is_named(end: str, tmp_path: Path, open_source):
     whole = path.read_bytes()
     for size in range(1, len(whole)):
         path.write_bytes(whole[:size])
-        with pytest.raises(SourceError, match=r"cannot read .*x\.bin: .*(cut short|promises|not inside)"):
+        with pytest.raises(SourceError, match=r"cannot read .*x\.bin: .*(cut short|promises|what follows)"):
             read_all(open_source(tmp_path / "x.bin"))
 
 
@@ -160,10 +166,12 @@ def test_a_truncated_file_is_named(end: str, tmp_path: Path, open_source):
         (9, b"\x02", "does not begin like"),
         (17, b"\x09", "does not begin like"),
         (18, b"\x03", "has 82 bytes where its header promises 94"),
-        (34, b"\xff\xff\xff\xff", "sequence 0 is not inside its 10 bytes"),
-        (34, b"\x04", "sequence 0 overlaps the next one"),
-        (50, b"\x05", "sequence 1 begins inside a token"),
-        (57, b"\x7f", "sequence 1 is not inside"),
+        (34, b"\xff\xff\xff\xff", "sequence 0 has -1 tokens from byte 0 on, and what follows begins at byte 6"),
+        (34, b"\x04", "sequence 0 has 4 tokens from byte 0 on, and what follows begins at byte 6"),
+        (34, b"\x02", "sequence 0 has 2 tokens from byte 0 on, and what follows begins at byte 6"),
+        (38, b"\x01", "sequence 1 has 1 tokens from byte 6 on, and what follows begins at byte 10"),
+        (50, b"\x05", "sequence 0 has 3 tokens from byte 0 on, and what follows begins at byte 5"),
+        (42, b"\x02", "it begins at byte 0, and what follows begins at byte 2"),
         (66, b"\x05", "documents 0 to 2 of its index are not in order"),
         (74, b"\x07", "documents 0 to 2 of its index are not in order"),
         (74, b"\x01", "has 2 sequences, and not all of them belong to a document"),

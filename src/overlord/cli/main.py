@@ -1,4 +1,5 @@
-"""The command line: `overlord demo`, `explain`, `profile`, `run`, `serve`, `status`, `sources`, `schema`, `version`.
+"""The command line: `overlord demo`, `explain`, `profile`, `run`, `serve`, `status`, `sources`, `import`, `schema`,
+`version`.
 
 Exit codes: 0 done; 1 the run failed, had more bad samples than a tolerance allows, or lint found errors; 2 what was
 asked for cannot be done; 130 Ctrl-C.
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+import yaml
 from rich.text import Text
 from typer.core import TyperGroup
 
@@ -74,6 +76,8 @@ app = typer.Typer(
 )
 sources_app = typer.Typer(help="Look at the sources of a job.", no_args_is_help=True)
 app.add_typer(sources_app, name="sources")
+import_app = typer.Typer(help="Write the sources of a job from what another loader reads.", no_args_is_help=True)
+app.add_typer(import_app, name="import")
 
 
 @app.command()
@@ -483,6 +487,42 @@ def measure(
     if unused:
         screen.note(f"to use them, write lengths: sidecar beside {', '.join(unused)} in {job}")
     screen.give({"job": str(job), "folder": str(folder / "lengths"), "sources": totals})
+
+
+@import_app.callback()
+def _import() -> None:
+    """Write the sources of a job from what another loader reads."""
+
+
+@import_app.command()
+def energon(
+    metadataset: Annotated[Path, typer.Argument(metavar="METADATASET", help="Its YAML file.")],
+    split: Annotated[str, typer.Option("--split", help="Which of its splits.")] = "train",
+    sample: Annotated[
+        str | None, typer.Option("--sample", help="What a row is, where its dataset.yaml does not tell it.")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="The manifest to write.")] = Path("sources.jsonl"),
+    as_json: AsJson = False,
+) -> None:
+    """Write the blend of a Megatron-Energon metadataset as a manifest: a source for each dataset, with its weight."""
+    from overlord.cli.importing import as_manifest, import_energon
+
+    screen = Screen(as_json=as_json)
+    if out.suffix not in (".jsonl", ".ndjson"):
+        raise SpecError(f"--out {out}: a manifest of JSON lines is written, and its name ends in .jsonl. Rename it.")
+    check_writable("--out", out)
+    try:
+        kind = yaml.safe_load(sample) if sample is not None else None
+    except yaml.YAMLError:
+        kind = None
+    if sample is not None and not isinstance(kind, dict):
+        raise SpecError(f"--sample {sample}: it is no mapping; samples could not be made. Write '{{kind: text, ..}}'.")
+    sources = import_energon(metadataset, split, kind)
+    write_text(out, as_manifest(sources))
+    screen.show(labelled("manifest", out))
+    screen.show(f"{number(len(sources), 'source')}; in the job file, write\n")
+    screen.show(f"    sources: {{manifest: {out}}}\n    mixture: {{level: sample}}\n")
+    screen.give({"manifest": str(out), "sources": {source.name: source.weight for source in sources}})
 
 
 @app.command()

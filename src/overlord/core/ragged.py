@@ -212,7 +212,7 @@ def unread_rows(rows: RowBatch) -> list[tuple[int, str]]:
     for row in np.flatnonzero(marks).tolist():
         column, other = divmod(int(marks[row]) - no_value(0), 2)
         if int(marks[row]) == NOT_WHOLE:
-            found.append((row, "the columns of the row do not add up to its size: it is damaged"))
+            found.append((row, "it is damaged: its columns do not add up to its size, or its checksum is another"))
         elif int(marks[row]) == NOT_PARSED or column >= len(columns):
             found.append((row, "the line is not a JSON object in UTF-8"))
         elif other:

@@ -61,7 +61,7 @@ class StoredFile:
     location: str = field(repr=False)
     """The path on `filesystem`."""
     beside: StoredFile | None = None
-    """The file that is read with this one: the `.idx` of a Megatron `.bin`."""
+    """The file that is read with this one: the `.idx` of a Megatron `.bin`, the `index.json` of a chunk of litdata."""
 
     @property
     def is_local(self) -> bool:
@@ -127,8 +127,16 @@ SUFFIXES: dict[str, tuple[str, ...]] = {
     "arrow": (".arrow", ".feather", ".ipc"),
     "megatron": (".bin",),
     "mds": tuple(f".mds{end}" for end in ("", ".zstd", ".gz", ".bz2", ".br")),
+    "tfrecord": tuple(name + end for name in (".tfrecord", ".tfrecords") for end in ("", ".gz")),
+    "arrayrecord": (".array_record", ".arrayrecord"),
+    "lance": (".manifest",),
+    "litdata": (),
 }
 """The suffixes of the file names of each format."""
+_SHARD = re.compile(r"-\d+-of-\d+(?=$|\.)")
+"""The number of a shard, which TensorFlow's tools write behind the suffix."""
+_CHUNK = re.compile(r"(?:^|/)chunk-\d+-\d+(?:\.(zstd)(?::\d+)?)?\.bin$")
+"""The chunks of litdata, and how they are compressed; other `.bin` files are Megatron's."""
 _NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 """Files that Hugging Face datasets write beside the data."""
 
@@ -137,10 +145,12 @@ def format_of_name(path: str) -> str | None:
     """Return the format that a file's name implies, or None.
 
     Example:
-        >>> format_of_name("web/00.jsonl.gz"), format_of_name("README.md")
-        ('jsonl', None)
+        >>> format_of_name("web/00.jsonl.gz"), format_of_name("a.tfrecord-00000-of-00008"), format_of_name("README.md")
+        ('jsonl', 'tfrecord', None)
     """
-    name = path.lower()
+    name = _SHARD.sub("", path.lower())
+    if _CHUNK.search(name):
+        return "litdata"
     return next((f for f, ends in SUFFIXES.items() if name.endswith(ends)), None)
 
 
@@ -151,7 +161,8 @@ def compression_of_name(path: str) -> Compression | None:
         >>> compression_of_name("a.tgz"), compression_of_name("a.jsonl.zst"), compression_of_name("a.tar")
         ('gzip', 'zstd', None)
     """
-    end = path.lower().rpartition(".")[2]
+    chunk = _CHUNK.search(path.lower())
+    end = path.lower().rpartition(".")[2] if chunk is None else chunk[1]
     return _COMPRESSIONS.get(end)
 
 
@@ -270,6 +281,8 @@ def _list_one(
         indices: dict[str, fs.FileInfo] = {}
         if format in (None, "megatron"):
             infos, indices = _pair_indices(filesystem, infos)
+        if format in (None, "litdata"):
+            indices |= _chunk_indices(filesystem, infos)
     except SourceError as error:
         raise SourceError(f"{path!r}: {error}") from error
     except (OSError, pa.ArrowException) as error:
@@ -354,10 +367,19 @@ def _pair_indices(filesystem: fs.FileSystem, infos: _Infos) -> tuple[_Infos, dic
     return list(kept.values()), whole
 
 
+def _chunk_indices(filesystem: fs.FileSystem, infos: _Infos) -> dict[str, fs.FileInfo]:
+    """Return the `index.json` that describes each chunk of litdata."""
+    chunks = [info.path for info in infos if format_of_name(info.path) == "litdata"]
+    folders = sorted({path.rpartition("/")[0] for path in chunks})
+    found = filesystem.get_file_info([f"{folder}/index.json" for folder in folders]) if folders else []
+    known = {folder: one for folder, one in zip(folders, found, strict=True) if one.type is fs.FileType.File}
+    return {path: known[path.rpartition("/")[0]] for path in chunks if path.rpartition("/")[0] in known}
+
+
 def _data_of_folder(
     listed: _Infos, folder: str, format: str | None, suffixes: tuple[str, ...]
 ) -> tuple[_Infos, _Infos]:
-    infos: list[fs.FileInfo] = []
+    infos, listed = _lance_versions(listed)
     for info in listed:
         inside = info.path[len(folder) :].strip("/").split("/")
         if info.type is fs.FileType.File and not any(part.startswith((".", "_")) for part in inside):
@@ -366,8 +388,11 @@ def _data_of_folder(
         return [info for info in infos if info.path.lower().endswith(suffixes)], infos
     infos = _without_copies(infos)
     named = {i.path: format_of_name(i.path) for i in infos}
-    for path in [path for path, found in named.items() if found == "megatron" and f"{path[:-4]}.idx" not in named]:
-        named[path] = None  # other tools write .bin files too: weights, for instance
+    for path, found in named.items():  # other tools write .bin files too (weights, for instance), and manifests
+        if (found == "megatron" and f"{path[:-4]}.idx" not in named) or (
+            found == "lance" and not _MANIFEST.fullmatch(path)
+        ):
+            named[path] = None
     data = [
         i
         for i in infos
@@ -378,12 +403,39 @@ def _data_of_folder(
     return [i for i in infos if named[i.path] is None and not i.path.lower().endswith(_TABLES)], infos
 
 
+_MANIFEST = re.compile(r"(.*)/_versions/(\d+)\.manifest")
+
+
+def _lance_versions(listed: _Infos) -> tuple[_Infos, _Infos]:
+    """Return the manifest of the newest version of each Lance dataset in a folder, and the files of no such dataset."""
+    newest: dict[str, tuple[int, fs.FileInfo]] = {}
+    for info in listed:
+        found = _MANIFEST.fullmatch(info.path)
+        if found is not None and info.type is fs.FileType.File:
+            one = (version_of_manifest(found[2]), info)
+            newest[found[1]] = max(newest.get(found[1], one), one, key=lambda pair: pair[0])
+    folders = tuple(f"{folder}/" for folder in newest)
+    return [info for _, info in newest.values()], [info for info in listed if not info.path.startswith(folders)]
+
+
+def version_of_manifest(number: str) -> int:
+    """Return the version of a Lance dataset that a manifest of this name is of.
+
+    Newer datasets name it by what is left of 64 bits, so that the newest version is listed first.
+
+    Example:
+        >>> version_of_manifest("7"), version_of_manifest("18446744073709551613")
+        (7, 2)
+    """
+    return (1 << 64) - 1 - int(number) if len(number) == 20 else int(number)
+
+
 def _without_copies(infos: _Infos) -> _Infos:
-    """Leave out what is written beside MDS shards: their `index.json`, and compressed copies of raw shards."""
-    shards = {info.path for info in infos if format_of_name(info.path) == "mds"}
+    """Leave out what is beside MDS shards and chunks of litdata: `index.json`, and compressed copies of raw shards."""
+    shards = {info.path: found for info in infos if (found := format_of_name(info.path)) in ("mds", "litdata")}
 
     def is_data(info: fs.FileInfo) -> bool:
-        if info.path in shards:
+        if shards.get(info.path) == "mds":
             raw = info.path[: info.path.lower().rfind(".mds") + len(".mds")]
             return raw == info.path or raw not in shards
         folder = info.path.removesuffix("index.json")

@@ -74,17 +74,29 @@ class MdsReader:
     """Reads MDS shards. In its index, start and stop are numbers of samples; bytes are those of all columns."""
 
     name = "mds"
+    block_bytes: int | None = None
+    """Size of blocks, where it is not the usual one."""
+
+    @contextlib.contextmanager
+    def open(self, file: StoredFile) -> Iterator[Shard]:
+        """Open a shard, and read what describes it."""
+        with open_table(file) as (data, rows, begin, end, table):
+            if not begin <= end <= begin + _CONFIG_BYTES:
+                raise DamagedFile("its table of samples is not that of an MDS shard")
+            encodings, sizes = _parse_config(exactly(data, begin, end - begin))
+            yield Shard(rows, encodings, sizes, data, table)
 
     def index(self, file: StoredFile, columns: Sequence[str]) -> BlockIndex:
         """Cut the samples of a shard into blocks by their places; the samples themselves are not read."""
-        with _Shard.open(file) as shard:
+        with self.open(file) as shard:
             for column in columns:
                 shard.require(column, file)
             places = shard.places(0, shard.rows)
         end = int(places[-1])
         if compression_of_name(file.path) is None and end != file.size:
             raise DamagedFile(f"it has {file.size} bytes where its table of samples promises {end}")
-        return blocks_of_sizes([np.diff(places)], whole=compression_of_name(file.path) is not None)
+        whole = compression_of_name(file.path) is not None
+        return blocks_of_sizes([np.diff(places)], whole=whole, block_bytes=self.block_bytes)
 
     def stream(
         self,
@@ -99,7 +111,7 @@ class MdsReader:
     ) -> Iterator[RowBatch]:
         """Yield the samples of one block; skipped ones of a raw shard cost nothing."""
         stop = int(index.stop[block])
-        with _Shard.open(file) as shard:
+        with self.open(file) as shard:
             for column in columns:
                 shard.require(column, file)
             for at in range(int(index.start[block]) + skip, stop, batch_rows):
@@ -120,12 +132,12 @@ class MdsReader:
 
     def columns(self, file: StoredFile) -> list[str]:
         """Return the names of the columns, by the head of the shard."""
-        with _Shard.open(file) as shard:
+        with self.open(file) as shard:
             return list(shard.encodings)
 
     def kinds(self, file: StoredFile, columns: Sequence[str]) -> dict[str, Kind | None]:
         """Return the kinds of the wanted columns: by their encodings, or by the first rows where these do not tell."""
-        with _Shard.open(file) as shard:
+        with self.open(file) as shard:
             known = {c: shard.require(c, file) for c in columns if shard.column_of(c) is not None}
             found: dict[str, Kind | None] = {c: _kind_of(encoding) for c, encoding in known.items()}
             asked = [column for column, kind in found.items() if kind is None]
@@ -144,6 +156,27 @@ class MdsReader:
                     first = next((name for name in names if name), None)
                     found[column] = _list_kind(first) if first else None
             return found
+
+
+@contextlib.contextmanager
+def open_table(file: StoredFile) -> Iterator[tuple[FileBytes, int, int, int, FileBytes | Int64s]]:
+    """Open a file that begins with the number of its samples and where they begin.
+
+    Yields:
+        Its bytes, the number of samples, where that table ends, where the first sample begins, and `Shard.table`.
+    """
+    with open_bytes(file) as data:
+        (rows,) = _numbers(data, 0, 1).tolist()
+        begin = 4 * (rows + 2)
+        if compression_of_name(file.path) is not None:
+            places = _numbers(data, 4, rows + 1)
+            yield data, rows, begin, int(places[0]), places
+            return
+        if begin > file.size:
+            raise cut_short(file.size)
+        (end,) = _numbers(data, 4, 1).tolist()
+        with file.open() as native:  # a window of its own: reading samples does not lose it
+            yield data, rows, begin, end, random_bytes(file, native)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +202,8 @@ class _Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shard:
-    """An open shard."""
+class Shard:
+    """An open shard: samples of columns, one behind the other."""
 
     rows: int
     encodings: dict[str, str]
@@ -180,26 +213,8 @@ class _Shard:
     data: FileBytes
     table: FileBytes | npt.NDArray[np.int64]
     """Where samples begin: slices are read from a raw shard; of a compressed one the table is in memory."""
-
-    @classmethod
-    @contextlib.contextmanager
-    def open(cls, file: StoredFile) -> Iterator[_Shard]:
-        with open_bytes(file) as data:
-            (rows,) = _numbers(data, 0, 1)
-            begin = 4 * (rows + 2)
-            raw = compression_of_name(file.path) is None
-            if raw and begin > file.size:
-                raise cut_short(file.size)
-            table = None if raw else _numbers(data, 4, rows + 1)
-            (end,) = _numbers(data, 4, 1) if table is None else table[:1]
-            if not begin <= end <= begin + _CONFIG_BYTES:
-                raise DamagedFile("its table of samples is not that of an MDS shard")
-            encodings, sizes = _parse_config(_exactly(data, int(begin), int(end - begin)))
-            if table is not None:
-                yield cls(int(rows), encodings, sizes, data, table)
-                return
-            with file.open() as native:  # a window of its own: reading samples does not lose it
-                yield cls(int(rows), encodings, sizes, data, random_bytes(file, native))
+    bare: bool = False
+    """Whether a sample is the bytes of its only column, without sizes before them."""
 
     def places(self, start: int, stop: int) -> Int64s:
         """Return where samples start..stop begin, and where the last one ends."""
@@ -249,8 +264,11 @@ class _Shard:
     def cut(self, start: int, stop: int) -> _Cut:
         """Read some samples and find their columns."""
         places = self.places(start, stop)
-        data = np.frombuffer(_exactly(self.data, int(places[0]), int(places[-1] - places[0])), np.uint8)
+        data = np.frombuffer(exactly(self.data, int(places[0]), int(places[-1] - places[0])), np.uint8)
         begins, ends = places[:-1] - places[0], places[1:] - places[0]
+        if self.bare:
+            (name,) = self.encodings
+            return _Cut(data, {name: begins}, {name: ends - begins}, np.ones(len(begins), np.bool_))
         own = [name for name, size in self.sizes.items() if not size]
         told = np.zeros((len(begins), len(own)), np.int64)
         whole = begins + 4 * len(own) <= ends
@@ -270,7 +288,8 @@ class _Shard:
         return _Cut(data, found, sizes, whole)
 
 
-def _exactly(data: FileBytes, at: int, count: int) -> bytes:
+def exactly(data: FileBytes, at: int, count: int) -> bytes:
+    """Return bytes of a file, all of them."""
     found = data.read(at, count)
     if len(found) < count:
         raise cut_short(at + len(found))
@@ -278,7 +297,7 @@ def _exactly(data: FileBytes, at: int, count: int) -> bytes:
 
 
 def _numbers(data: FileBytes, at: int, count: int) -> Int64s:
-    return np.frombuffer(_exactly(data, at, 4 * int(count)), "<u4").astype(np.int64)
+    return np.frombuffer(exactly(data, at, 4 * int(count)), "<u4").astype(np.int64)
 
 
 def _parse_config(text: bytes) -> tuple[dict[str, str], dict[str, int]]:
@@ -315,7 +334,7 @@ def _list_kind(dtype: str) -> Kind:
     return "float_list" if dtype.startswith("float") else "int_list"
 
 
-def _read(shard: _Shard, start: int, stop: int, columns: Mapping[str, Kind], path: str) -> RowBatch:
+def _read(shard: Shard, start: int, stop: int, columns: Mapping[str, Kind], path: str) -> RowBatch:
     cut = shard.cut(start, stop)
     marks = np.where(cut.whole, 0, NOT_WHOLE).astype(np.int16)
     rows: RowBatch = {}
@@ -335,6 +354,7 @@ def _read(shard: _Shard, start: int, stop: int, columns: Mapping[str, Kind], pat
         elif encoding in _SCALARS:
             dtype = np.dtype(_SCALARS[encoding])
             rows[column] = cut.fixed(name, dtype.itemsize).view(dtype)[:, 0]
+            wrong[cut.sizes[name] != dtype.itemsize] = other_kind(number)
         elif encoding.startswith("ndarray"):
             rows[column], bad = _arrays(cut, name, encoding, kind)
             wrong[bad] = other_kind(number)
@@ -351,7 +371,7 @@ def _read(shard: _Shard, start: int, stop: int, columns: Mapping[str, Kind], pat
     return rows
 
 
-def _value(cell: bytes, encoding: str, column: str, shard: _Shard) -> Any:
+def _value(cell: bytes, encoding: str, column: str, shard: Shard) -> Any:
     """Return the Python value of a cell, None if there is none in it."""
     if encoding == "json":
         return _reach(parse_value(cell), column, shard)
@@ -369,7 +389,7 @@ def _value(cell: bytes, encoding: str, column: str, shard: _Shard) -> Any:
         return None
 
 
-def _reach(value: Any, column: str, shard: _Shard) -> Any:
+def _reach(value: Any, column: str, shard: Shard) -> Any:
     return value if column in shard.encodings else reach(value, column.partition(".")[2])
 
 

@@ -8,7 +8,6 @@ are known without a look at the tokens. The index is read in slices as rows are 
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from overlord.core.ragged import BAD_COLUMN, Array, Kind, Ragged, RowBatch, offsets_of
+from overlord.core.ragged import BAD_COLUMN, Kind, Ragged, RowBatch, offsets_of
 from overlord.errors import ReaderError
 from overlord.readers.files import StoredFile
 from overlord.readers.reader import (
@@ -105,21 +104,15 @@ def _kind_of(dtype: np.dtype[Any]) -> Kind:
 
 
 def _read(documents: _DocumentIndex, tokens: RandomBytes, start: int, stop: int) -> Ragged:
-    """Return some documents: one read for all that lie one behind the other, which is the rule."""
+    """Return some documents, which lie one behind the other."""
     bounds = documents.bounds(start, stop)
     lengths, places = documents.sequences(int(bounds[0]), int(bounds[-1]))
-    sizes = lengths * documents.dtype.itemsize
-    gaps = np.flatnonzero(places[1:] != places[:-1] + sizes[:-1]) + 1
-    parts: list[Array] = [np.empty(0, documents.dtype)]
-    for first, last in itertools.pairwise([0, *gaps.tolist(), len(places)]):
-        if first == last:
-            continue  # documents without sequences
-        place, count = int(places[first]), int(sizes[first:last].sum())
-        data = tokens.read(place, count)
-        if len(data) < count:
-            raise cut_short(place + len(data))
-        parts.append(np.frombuffer(data, documents.dtype))
-    return Ragged(parts[1] if len(parts) == 2 else np.concatenate(parts), offsets_of(lengths)[bounds - bounds[0]])
+    offsets = offsets_of(lengths)
+    place, count = int(places[0]) if len(places) else 0, int(offsets[-1]) * documents.dtype.itemsize
+    data = tokens.read(place, count)
+    if len(data) < count:
+        raise cut_short(place + len(data))
+    return Ragged(np.frombuffer(data, documents.dtype), offsets[bounds - bounds[0]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,28 +169,32 @@ class _DocumentIndex:
         return lengths, places
 
     def check(self, start: int, stop: int, data_bytes: int) -> Int64s:
-        """Return the bytes of some documents, after checking that all of their sequences are inside the .bin.
+        """Return the bytes of some documents, after checking that their sequences fill the .bin without gaps.
 
-        Sequences may lie in any order and with gaps between them (an index of chosen documents), or twice; they do not
-        overlap in part.
+        Megatron writes them so. A length or a place that was changed by damage does not fit what follows: the next
+        sequence, or the end of the file.
         """
         bounds = self.bounds(start, stop)
         if (start == 0 and bounds[0] != 0) or (stop == self.rows and bounds[-1] != self.num_sequences):
             raise DamagedFile(f"its index has {self.num_sequences} sequences, and not all of them belong to a document")
-        lengths, places = self.sequences(int(bounds[0]), int(bounds[-1]))
-        sizes = lengths * self.dtype.itemsize
-        ends = places + sizes
-        outside = (lengths < 0) | (places < 0) | (places > data_bytes) | (ends > data_bytes)
-        overlapping = (places[1:] > places[:-1]) & (places[1:] < ends[:-1])
-        for wrong, why in (
-            (outside, f"is not inside its {data_bytes} bytes"),
-            (places % self.dtype.itemsize != 0, "begins inside a token"),
-            (overlapping, "overlaps the next one"),
-        ):
-            if wrong.any():
-                raise DamagedFile(f"by its index, sequence {int(bounds[0]) + int(wrong.argmax())} {why}")
-        total = offsets_of(sizes)
-        return np.diff(total[bounds - bounds[0]])
+        first, last = int(bounds[0]), int(bounds[-1])
+        lengths, places = self.sequences(first, last)
+        # Where each of them and what follows must begin by the lengths, and where by the places. What precedes the
+        # first one was checked with the documents before.
+        places = np.append(places, data_bytes if last == self.num_sequences else self.sequences(last, last + 1)[1])
+        begins = offsets_of(lengths)
+        begins *= self.dtype.itemsize
+        begins += places[0] if first else 0
+        wrong = begins != places
+        wrong[1:] |= lengths < 0
+        if wrong.any():
+            at = int(wrong.argmax())
+            why = f"sequence {first + at - 1} has {lengths[at - 1]} tokens from byte {places[at - 1]} on" if at else ""
+            raise DamagedFile(
+                f"by its index, {why or 'it begins at byte 0'}, and what follows begins at byte {places[at]}: a length "
+                "or a place is damaged, or the two files do not belong together"
+            )
+        return np.diff(begins[bounds - first])
 
     def _slice(self, array: int, at: int, dtype: np.dtype[Any], start: int, stop: int) -> npt.NDArray[Any]:
         data = self.arrays[array].read(at + start * dtype.itemsize, (stop - start) * dtype.itemsize)

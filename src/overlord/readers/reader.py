@@ -68,23 +68,32 @@ SEEKABLE_BLOCK_BYTES = 16 << 20
 blocks are cut into parts: rows of a group then come from many places. And an index of terabytes stays small."""
 
 
-def blocks_of_sizes(sizes: Iterable[Int64s], *, whole: bool = False) -> BlockIndex:
-    """Return blocks of about `SEEKABLE_BLOCK_BYTES`, or one, whose start and stop are rows; sizes come in runs of rows.
+def blocks_of_sizes(sizes: Iterable[Int64s], *, whole: bool = False, block_bytes: int | None = None) -> BlockIndex:
+    """Return blocks whose start and stop are rows; sizes of rows come in runs.
+
+    Args:
+        sizes: Bytes of the rows.
+        whole: Whether there is one block only.
+        block_bytes: About how large blocks are; `SEEKABLE_BLOCK_BYTES` if it is None.
 
     Example:
         >>> blocks_of_sizes([np.array([9 << 20, 9 << 20]), np.array([20])]).rows.tolist()
         [2, 1]
     """
+    step = block_bytes or SEEKABLE_BLOCK_BYTES
     firsts, before = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     rows, total, last = 0, 0, -1
     for run in sizes:
         if len(run):
-            starts = total + np.cumsum(run) - run
-            blocks = starts // SEEKABLE_BLOCK_BYTES * (not whole)
-            new = np.flatnonzero(np.diff(blocks, prepend=last))
+            starts = np.cumsum(run)
+            end = total + int(starts[-1])
+            starts += total - run
+            final = 0 if whole else int(starts[-1]) // step
+            # A block begins with the first row at or behind a multiple of its size.
+            new = np.unique(np.searchsorted(starts, np.arange(last + 1, final + 1) * step))
             firsts.append(rows + new)
             before.append(starts[new])
-            rows, total, last = rows + len(run), total + int(run.sum()), int(blocks[-1])
+            rows, total, last = rows + len(run), end, final
     bounds, bytes_before = np.concatenate([*firsts, [rows]]), np.concatenate([*before, [total]])
     start, stop = bounds[:-1].copy(), bounds[1:].copy()
     return BlockIndex(stop - start, np.diff(bytes_before), start, stop, start)

@@ -46,7 +46,14 @@ FORMATS: dict[str, Reader] = {
     "megatron": MegatronReader(),
     "mds": MdsReader(),
 }
-"""Every format that is built in; `reader_of` finds the user's own."""
+"""The formats whose readers are imported at once."""
+HOOKED = {
+    "tfrecord": "overlord.readers.hooked.tfrecord:TfrecordReader",
+    "arrayrecord": "overlord.readers.hooked.array_record:ArrayRecordReader",
+    "litdata": "overlord.readers.hooked.litdata_chunks:LitdataReader",
+    "lance": "overlord.readers.hooked.lance_datasets:LanceReader",
+}
+"""Those that are found as the user's own are, "module:Class", and imported when a source has them."""
 _ATTEMPTS = 4
 """One attempt and three retries."""
 _FIRST_PAUSE_S = 0.25
@@ -61,7 +68,7 @@ class SourceFiles:
     Args:
         name: The source's name, for messages.
         paths: Files, folders, globs or URLs; see `list_files`.
-        format: One of `FORMATS`, a reader as "module:Class", or None to go by the names of the files.
+        format: One of `FORMATS` or `HOOKED`, a reader as "module:Class", or None to go by the names of the files.
         columns: The columns to read; None for all.
         config: Configuration of a dataset as on the Hub; None for its default one.
         split: Split of such a dataset; None for the only one.
@@ -316,7 +323,7 @@ class NoFiles(SourceFiles):
 
 @functools.cache
 def reader_of(format: str) -> Reader:
-    """Return the reader of a format: one of `FORMATS`, or the user's own class, written "module:Class".
+    """Return the reader of a format: of `FORMATS` or `HOOKED`, or the user's own class, written "module:Class".
 
     The class is called without arguments, and its name is the format, so that indices of other readers are not taken
     for its own.
@@ -326,11 +333,11 @@ def reader_of(format: str) -> Reader:
     """
     if format in FORMATS:
         return FORMATS[format]
-    module, colon, name = format.partition(":")
+    module, colon, name = HOOKED.get(format, format).partition(":")
     if not colon:
         raise SpecError(
             f"format={format!r} is not a format; the files could not be read. Set format= to one of "
-            f"{', '.join(map(repr, FORMATS))}, or to a reader of your own as 'module:Class'."
+            f"{', '.join(map(repr, (*FORMATS, *HOOKED)))}, or to a reader of your own as 'module:Class'."
         )
     try:
         reader = getattr(importlib.import_module(module), name)()
@@ -358,7 +365,7 @@ def format_of(files: Sequence[StoredFile], declared: str | None) -> str:
         SpecError: The declared format does not exist.
         SourceError: The names imply no format, or several.
     """
-    choice = f"Set format= to one of {', '.join(map(repr, FORMATS))}"
+    choice = f"Set format= to one of {', '.join(map(repr, (*FORMATS, *HOOKED)))}"
     if declared is not None:
         return reader_of(declared).name
     found = format_of_name(files[0].path)

@@ -181,7 +181,8 @@ def _check_damage(format: str, source: SourceFiles, scratch: Path, flips: int, s
         for one in (file, file.beside):
             if one is not None:
                 shutil.copy(one.location, folder / Path(one.path).name)
-        target = folder / Path((file.beside or file).path).name
+        # Of two files, each in turn.
+        target = folder / Path((file.beside if file.beside and flip % 4 < 2 else file).path).name
         data = bytearray(target.read_bytes())
         at = rng.randrange(len(data))
         if flip % 2:

@@ -585,6 +585,13 @@ def base_weights(job: Job, facts: Mapping[str, SourceFacts]) -> dict[str, float]
     if given:
         return {s.name: given.get(s.name, 0.0) for s in job.sources}
     if job.mixture.temperature is not None:
+        # The size of such a source is that of the list of its files.
+        unsized = next((name for name in job.names if facts[name].format == "lance"), None)
+        if unsized is not None:
+            raise SpecError(
+                f"mixture.temperature is {job.mixture.temperature}, which makes weights of the sizes of sources, and "
+                f"that of {unsized!r}, a Lance dataset, is not known; its share would be wrong. Give weights."
+            )
         return {name: float(facts[name].total_bytes) for name in job.names}
     return {s.name: 1.0 for s in job.sources}
 
@@ -635,6 +642,8 @@ def _warm_spans() -> None:
 
 def warm_everything() -> None:
     """Compile every kernel there is."""
+    from overlord.readers.hooked.tfrecord import warm_examples  # no launch needs it
+
     warm_kernels()
     warm_packing()
     warm_images()
@@ -642,3 +651,4 @@ def warm_everything() -> None:
     normalize_patches(np.zeros((1, 3), np.uint8), (0, 0, 0), (1, 1, 1), 1.0, np.empty((1, 3), np.float32))
     log_mel(np.zeros(400, np.float32), mels=8, sample_rate=16000, frames=2)
     _warm_spans()
+    warm_examples()

@@ -1,0 +1,132 @@
+"""ArrayRecord, as Grain and TensorFlow Datasets write it, read by the library `array-record` (extra `array-record`).
+
+A record is a `tf.train.Example`, or anything else, which is then the column `record`. Any record is reached at once; a
+block is a run of records of about 1 MiB. The library decodes natively and opens paths, so files are on this host's
+disks, and are read in reader processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from overlord.core.ragged import Kind, RowBatch, offsets_of
+from overlord.errors import SourceError
+from overlord.readers.files import StoredFile
+from overlord.readers.hooked.examples import RECORD, Bytes, example_columns, example_rows
+from overlord.readers.reader import BLOCK_BYTES, BlockIndex, DamagedFile, Int64s, missing_column
+
+_HEAD_ROWS = 256
+"""Records of a file that decide the kinds of its columns."""
+_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # no threads, and nothing is read ahead
+_BUFFER_BYTES = 64 << 10
+_END_BYTES = 64 << 10
+"""The end of a file says where its records are, and takes a block of its own."""
+
+
+class ArrayRecordReader:
+    """Reads ArrayRecord files. In its index, start and stop are numbers of records; bytes are those on disk."""
+
+    name = "arrayrecord"
+    native = True
+
+    def index(self, file: StoredFile, columns: Sequence[str]) -> BlockIndex:
+        """Cut the records of a file into blocks of about one size."""
+        with _opened(file) as records:
+            count = records.num_records()
+            known = example_columns(*_joined(records, 0, min(count, _HEAD_ROWS)))
+        for column in columns:
+            if column not in known and column != RECORD:
+                raise missing_column(file.path, column, list(known))
+        size = max(1, file.size - _END_BYTES)
+        rows = max(1, count * BLOCK_BYTES // size)
+        starts = np.arange(0, count, rows)
+        return BlockIndex.of(
+            [(stop - start, (stop - start) * size // count, start, stop) for start, stop in _ranges(starts, count)]
+        )
+
+    def stream(
+        self,
+        file: StoredFile,
+        index: BlockIndex,
+        block: int,
+        *,
+        columns: Mapping[str, Kind],
+        skip: int,
+        batch_rows: int,
+        scratch: Path | None,
+    ) -> Iterator[RowBatch]:
+        """Yield the records of one block; skipped ones cost nothing."""
+        stop = int(index.stop[block])
+        with _opened(file) as records:
+            for at in range(int(index.start[block]) + skip, stop, batch_rows):
+                data, begins, sizes = _joined(records, at, min(at + batch_rows, stop))
+                yield example_rows(data, begins, sizes, np.ones(len(sizes), np.bool_), columns)
+
+    def divides(self, file: StoredFile) -> bool:
+        """Return False: blocks are small."""
+        return False
+
+    def seeks(self, file: StoredFile) -> bool:
+        """Return True: the end of the file tells where a record is."""
+        return True
+
+    def columns(self, file: StoredFile) -> list[str]:
+        """Return the names of the features in the head of the file; `record` where it holds no Examples."""
+        return list(_head(file))
+
+    def kinds(self, file: StoredFile, columns: Sequence[str]) -> dict[str, Kind | None]:
+        """Return the kinds of the wanted columns, by the head of the file."""
+        known: dict[str, Kind | None] = {RECORD: "bytes", **_head(file)}
+        return {column: known[column] for column in columns if column in known}
+
+
+def _head(file: StoredFile) -> dict[str, Kind | None]:
+    with _opened(file) as records:
+        return example_columns(*_joined(records, 0, min(records.num_records(), _HEAD_ROWS)))
+
+
+def _ranges(starts: Int64s, count: int) -> list[tuple[int, int]]:
+    return list(zip(starts.tolist(), [*starts[1:].tolist(), count], strict=True)) if count else []
+
+
+def _joined(records: Any, start: int, stop: int) -> tuple[Bytes, Int64s, Int64s]:
+    """Return some records one behind the other, where they begin, and their sizes."""
+    if records.record_index() != start:
+        records.seek(start)
+    # One by one: of a range, the library hands every few records to a thread, which costs three times as much.
+    found: list[bytes] = [records.read() for _ in range(start, stop)]
+    if records.record_index() != stop:
+        raise DamagedFile(f"it does not have all of the records {start} to {stop}")
+    sizes = np.array([len(record) for record in found], np.int64)
+    return np.frombuffer(b"".join(found), np.uint8), offsets_of(sizes)[:-1], sizes
+
+
+@contextlib.contextmanager
+def _opened(file: StoredFile) -> Iterator[Any]:
+    try:
+        from array_record.python import array_record_module
+    except ImportError as error:
+        raise SourceError(
+            f"{file.path} is an ArrayRecord file, which needs the package array-record; it cannot be read. Install it "
+            "(`pip install overlord-data[array-record]`)."
+        ) from error
+    if not file.is_local:
+        raise SourceError(
+            f"{file.path} is an ArrayRecord file on a remote store, and the library reads this host's disks only; "
+            "nothing could be read. Mount the store, or copy the files."
+        )
+    records = array_record_module.ArrayRecordReader(
+        file.location, options=_OPTIONS, file_reader_buffer_size=_BUFFER_BYTES
+    )
+    try:
+        # A file without a readable end has no records for the library.
+        if not records.ok() or not records.num_records():
+            raise DamagedFile("it has no list of its records at its end: it is cut short, or not an ArrayRecord file")
+        yield records
+    finally:
+        records.close()
