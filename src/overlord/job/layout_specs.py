@@ -48,8 +48,8 @@ class Layout(Spec):
     microbatch; "full": a row each of the whole context length."""
     slicing: Slicing = "zigzag"
     """How context-parallel ranks share a sequence: two mirrored chunks of every segment ("zigzag") or of the whole
-    sequence ("whole_zigzag"), or one chunk each ("contiguous": Ulysses). With "whole" each gets all of it, padded as for
-    "zigzag", so that the trainer can cut it in any of these ways."""
+    sequence ("whole_zigzag"), or one chunk each ("contiguous": Ulysses). With "whole" each gets all of it, padded as
+    for "zigzag", so that the trainer can cut it in any of these ways."""
     sequence_parallel: bool = False
     """Whether tensor-parallel ranks share the tokens of a slice: it becomes a multiple of tp."""
     block: Annotated[int, whole(1, "tokens are rounded up to blocks of it. Write 32 for MXFP8", example="32")] = 1

@@ -162,7 +162,8 @@ def _check_mesh(plan: LoadingPlan, tree: ClientPlaceTree, limits: Limits) -> Non
     needed = 1 if plan.row_tokens or plan.axis == "CP" else piece_multiple(plan.slicing, tree.cp)
     if plan.pad_multiple % needed:
         raise _Wrong(
-            f"its pad_multiple is {plan.pad_multiple}, and {tree.cp} context-parallel ranks cut a sequence into {needed}",
+            f"its pad_multiple is {plan.pad_multiple}, and {tree.cp} context-parallel ranks cut a sequence into "
+            f"{needed}",
             f"Use a multiple of {needed}",
         )
     multiple = tree.microbatch_multiple
