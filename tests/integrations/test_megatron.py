@@ -23,13 +23,13 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it names what is not installed
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.enums import ModelType
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.pipeline_parallel.hybrid_cp_schedule import hybrid_context_parallel_forward_backward
     from megatron.core.rerun_state_machine import RerunDataIterator
     from megatron.core.transformer.transformer_config import TransformerConfig
-    from megatron.core.utils import get_batch_on_this_cp_rank
+    from megatron.core.utils import get_batch_on_this_hybrid_cp_rank
 
     from overlord.integrations.megatron import data_iterator, dataset_provider, packed_seq_params, read_state
 
@@ -86,7 +86,7 @@ def make_model():
     spec = get_gpt_layer_local_spec()
     spec.submodules.self_attention.submodules.core_attention = HostAttention
     torch.manual_seed(1)
-    return GPTModel(config, spec, 64, SEQUENCE, position_embedding_type="learned_absolute").double(), config
+    return GPTModel(config, spec, 64, SEQUENCE, position_embedding_type="learned_absolute").double()
 
 
 def megatron_args(world, folder, *, tp=1, iteration=0):
@@ -112,7 +112,7 @@ def train(rank, world, job, cache, folder, steps, resume):
     found, seen = [], []
     with OnHost():
         train_data, _, _ = dataset_provider(job, lambda: args, cache=cache)(None)
-        model, config = make_model()
+        model = make_model()
         if resume:
             model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), f"{folder}/model"))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -165,9 +165,125 @@ def merged(ranks):
     return [(sorted(i for ids, _ in step for i in ids), step[0][1]) for step in zip(*ranks, strict=True)]
 
 
+@pytest.mark.slow
 def test_a_gpt_model_resumes_exactly_on_another_number_of_ranks(job, cache, tmp_path):
     whole = merged(run_ranks(train, 1, tmp_path / "a", 1, job, cache, str(tmp_path / "one"), 20, False))
     again = merged(run_ranks(train, 2, tmp_path / "b", 2, job, cache, str(tmp_path / "one"), 20, True))
     assert [ids for ids, _ in again] == [ids for ids, _ in whole[10:]]
     assert [loss for _, loss in again] == pytest.approx([loss for _, loss in whole[10:]], rel=1e-9)
     assert whole[-1][1] != pytest.approx(whole[0][1], rel=1e-3)
+
+
+class Counted(nn.Module):
+    """A model whose output is the loss of each token, without attention: ranks need not exchange keys."""
+
+    def __init__(self, config) -> None:
+        super().__init__()
+        self.config, self.model_type = config, ModelType.encoder_or_decoder
+        torch.manual_seed(1)
+        self.table = nn.Embedding(64, 64).double()
+
+    def set_input_tensor(self, tensor) -> None:
+        """Megatron sets the input of a pipeline stage."""
+
+    def forward(self, tokens, labels):
+        return nn.functional.cross_entropy(self.table(tokens)[0], labels[0].clamp(min=0), reduction="none")
+
+
+def train_hybrid(rank, job, cache, steps):
+    """Run Megatron's schedule for hybrid context parallelism on two ranks; return the samples' sizes and the losses."""
+    setup(context_parallel_size=2, hybrid_context_parallel=True)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=2, calculate_per_token_loss=True, context_parallel_size=2,
+        hybrid_context_parallel=True, max_seqlen_per_dp_cp_rank=32, params_dtype=torch.float64,
+    )  # fmt: skip
+    model, found = Counted(config), []
+    layout = ol.Layout("megatron", slicing="whole")
+    with OnHost(), DataLoader(job, mesh="cp=2", layout=layout, strategy=ol.strategies.hdp(), cache=cache) as loader:
+        data = data_iterator(loader)
+        for _ in range(steps):
+            sizes, tokens = [], []
+
+            def forward_step(iterator, model, sizes=sizes, tokens=tokens):
+                sample = next(iterator)
+                size = int(sample.pop("local_cp_size"))
+                sizes.append(size)
+                batch, params = get_batch_on_this_hybrid_cp_rank(sample, size)
+                assert params.local_cp_size == size
+                tokens.extend(batch["tokens"].flatten().tolist())
+                output = model(batch["tokens"], batch["labels"])
+                mask = batch["loss_mask"][0]
+                return output, lambda output: ((output * mask).sum(), mask.sum().to(torch.int), {})
+
+            get_forward_backward_func()(
+                forward_step_func=forward_step, data_iterator=data, model=[model], num_microbatches=1, seq_length=64,
+                micro_batch_size=1, forward_only=False,
+            )  # fmt: skip
+            found.append((sizes, [token for token in tokens if token], model.table.weight.grad.clone()))
+            model.zero_grad()
+    return found
+
+
+@pytest.mark.slow
+def test_hybrid_context_parallelism_takes_our_plan(job, cache, tmp_path):
+    spread = job.replace(batch=ol.Batch(32, global_tokens=160, microbatch_tokens=32))
+    ranks = run_ranks(train_hybrid, 2, tmp_path, spread, cache, 3)
+    model = Counted(None)
+    with DataLoader(spread, layout="megatron", cache=cache, runtime="inline") as loader:
+        for step, *found in zip(loader, *ranks, strict=False):
+            tokens = []
+            for batch in step.microbatches:
+                tokens += [token for token in batch["tokens"].flatten().tolist() if token]
+                (model(batch["tokens"], batch["labels"]) * batch["loss_mask"][0]).sum().backward()
+            assert sorted(found[0][1] + found[1][1]) == sorted(tokens)
+            torch.testing.assert_close(found[0][2] + found[1][2], model.table.weight.grad)
+            model.zero_grad()
+    assert {size for rank in ranks for sizes, _, _ in rank for size in sizes} == {1, 2}
+
+
+def test_batches_of_context_parallel_ranks_are_whole(job, cache, tmp_path):
+    batch = ol.Batch(SEQUENCE, global_tokens=160, microbatch_tokens=SEQUENCE, microbatches=4)
+    options = {"mesh": "cp=2", "rank": 1, "runtime": "inline", "cache": cache}
+    layout = ol.Layout("megatron", slicing="whole", block=SEQUENCE // 2)
+    with DataLoader(job.replace(batch=batch), layout=layout, **options) as loader:
+        data = data_iterator(loader, 4)
+        for _ in range(4):
+            found = next(data)
+            assert found["tokens"].shape == found["labels"].shape == found["loss_mask"].shape == (1, SEQUENCE)
+            assert found["cu_seqlens"].dtype == torch.int32 and found["cu_seqlens"].shape[0] == 1
+            bounds = packed_seq_params(found).cu_seqlens_q
+            assert torch.equal(bounds, found["cu_seqlens_padded"][0]) and int(bounds[-1]) == SEQUENCE
+            assert not (bounds % 4).any()  # Megatron cuts each segment into 2 x cp chunks
+        where = tmp_path / "iter_0000001/mp_rank_00"
+        where.mkdir(parents=True)
+        torch.save({"dataloader_state_dict": data.save_state()}, where / "train_dataloader_dprank000.pt")
+        following = next(data)["tokens"]
+        loader.load_state_dict(read_state(tmp_path, 1))
+        assert torch.equal(next(data_iterator(loader, 4))["tokens"], following)
+    with pytest.raises(ol.StateError, match="iteration 2 has no state of the stream there"):
+        read_state(tmp_path, 2)
+    with (
+        DataLoader(job, layout=ol.Layout("megatron"), **options) as cut,
+        pytest.raises(ol.SpecError, match="whole seq"),
+    ):
+        data_iterator(cut, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dataloader_type": "cyclic"}, "--dataloader-type is 'cyclic', and overlord's iterator needs external"),
+        ({"micro_batch_size": 2}, "--micro-batch-size is 2, and overlord's iterator needs 1"),
+        ({"sft": False}, "samples that share a sequence would attend to each other"),
+        ({"rampup_batch_size": [1, 1, 4]}, "--rampup-batch-size is"),
+        ({"seq_length": 128}, "--seq-length is 128, and microbatch_tokens of the job is 64"),
+        ({"global_batch_size": 3}, "microbatches is 3, and batch.microbatches of the job is 4"),
+        ({"iteration": 7}, "iteration 7 has no state of the stream"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(change, message, job, cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 1)
+    args = SimpleNamespace(**vars(megatron_args(1, str(tmp_path))) | change)
+    with pytest.raises((ol.SpecError, ol.StateError), match=message):
+        dataset_provider(job, lambda: args, cache=cache)(None)

@@ -61,7 +61,7 @@ class Predictor(nn.Module):
 
 
 def train(rank, world, folder, cache, where, steps):
-    """Train as torchtitan's trainer does; return (tokens, loss) of each step. Goes on from a checkpoint if there is one."""
+    """Train as torchtitan's trainer does; return (tokens, loss) of each step. It goes on from a checkpoint."""
     warnings.simplefilter("ignore")
     loader = build(folder, cache, world, rank)
     model = Predictor()
