@@ -20,8 +20,6 @@ from overlord.integrations.torch_loader import DataLoader
 SETTINGS = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 7,  # steps have other numbers
-    "zero_optimization": {"stage": 1},
-    "zero_allow_untested_optimizer": True,
 }
 
 
@@ -91,12 +89,9 @@ def test_an_engine_resumes_exactly_on_another_number_of_ranks(job, cache, tmp_pa
     (alone,) = run_ranks(train, 1, tmp_path / "a", 1, *settings, 20, False)
     assert len({count for _, count, _ in alone}) > 1 and len(alone) == 20
     whole = merged([alone])
-    again = merged(run_ranks(train, 1, tmp_path / "b", 1, *settings, 20, True))
+    again = merged(run_ranks(train, 2, tmp_path / "b", 2, *settings, 20, True))
     assert [ids for ids, _ in again] == [ids for ids, _ in whole[10:]]
     assert [loss for _, loss in again] == pytest.approx([loss for _, loss in whole[10:]], rel=1e-5)
-    two = merged(run_ranks(train, 2, tmp_path / "c", 2, job, cache, str(tmp_path / "two"), 12, False))
-    assert [ids for ids, _ in two] == [ids for ids, _ in whole[:12]]
-    assert [loss for _, loss in two] == pytest.approx([loss for _, loss in whole[:12]], rel=1e-4)
 
 
 class Engine:

@@ -29,9 +29,10 @@ from overlord.integrations.torch_batches import (
     TorchStep,
     copies_to,
     device_of,
+    exchange_images,
+    normalize_pixels,
 )
 from overlord.integrations.torch_broadcast import Channel, FetchingRanks, Relay, open_channel, share_outcome
-from overlord.integrations.torch_images import exchange_images, normalize_pixels
 from overlord.roles.client import Client, Step
 from overlord.runtimes.client_feed import check_state_at, connect, refuse_torch_workers
 
