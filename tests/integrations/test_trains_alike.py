@@ -178,7 +178,9 @@ CASES = [
     *((mesh, "balance", ol.Layout(keys, slicing=slicing)) for mesh, keys, slicing in (
         ("cp2", "hf", "zigzag"), ("cp2", "megatron", "whole_zigzag"), ("cp2", "torchtitan", "contiguous"),
         ("cp4", "torchtitan", "zigzag"), ("cp4", "hf", "whole_zigzag"), ("cp4", "hf", "contiguous"),
-        ("dp2 cp2", "megatron", "zigzag"), ("dp2 cp4", "hf", "zigzag"))),
+        ("dp2 cp2", "megatron", "zigzag"), ("dp2 cp4", "hf", "zigzag"), ("dp2 cp2", "megatron", "whole"))),
+    ("dp2 cp2", "balance", ol.Layout("hf", rows="padded", slicing="whole")),
+    ("dp2 cp4", "hdp", ol.Layout("megatron", slicing="whole")),
     ("dp2 cp2", "balance", ol.Layout("hf", rows="padded")),
     ("dp2 cp2", "balance", ol.Layout("megatron", rows="padded", slicing="contiguous")),
     ("dp2 cp2", "best fit", ol.Layout("hf", block=4)),
@@ -284,6 +286,9 @@ def routed(layout):
             for part, meta, rank in zip(group.parts(layout), group.metas, group.ranks, strict=True):
                 received = torch.cat([rows[rank] for rows in sent])
                 places, rows = torch.tensor(meta.image_positions), received[torch.tensor(meta.image_rows)]
+                if layout.slicing == "whole" and meta.local_cp_size > 1:  # each rank got all of them; it keeps its own
+                    mine, at = torch.nonzero(places[:, None] == part.index, as_tuple=True)
+                    places, rows = at, rows[mine]
                 parts.append(replace(part, places=places, rows=rows))
             losses.append(model.language(parts))
         return sum_of(losses)
@@ -337,6 +342,7 @@ def test_images_next_to_their_tokens(mesh, strategy, layout, picture_job, cache,
         ("dp2 cp2", {"split": True}, ol.Layout("megatron", rows="padded")),
         ("pp2 dp2 cp2 tp2", {"split": True, "broadcast": ("TP",)}, ol.Layout("hf")),
         ("dp2 cp2", {"broadcast": ("CP",)}, ol.Layout("megatron")),
+        ("dp2 cp2", {}, ol.Layout("hf", slicing="whole")),
     ],
     ids=lambda case: str(case),
 )

@@ -207,23 +207,26 @@ def read_batch(batch: Mapping[str, Any], meta: Any, layout: ol.Layout, part: int
     ids, positions = (torch.tensor(np.asarray(batch[name])) for name in names[layout.keys])
     of, rows = meta.local_cp_size, layout.rows != "packed"
     boundaries = {"hf": "cu_seq_lens_q", "megatron": "cu_seqlens_padded"}.get(layout.keys)
+    width = of if layout.slicing != "whole" else 1
     if rows:
-        cu = np.arange(len(ids) + 1) * ids.shape[1] * of
+        cu = np.arange(len(ids) + 1) * ids.shape[1] * width
     else:
         cu = np.asarray(batch[boundaries]) if boundaries else meta.cu_seqlens
-    index = slice_indices(cu, of, part, layout.slicing, rows=rows)
+    slicing = "zigzag" if layout.slicing == "whole" else layout.slicing
+    index = slice_indices(cu, of, part, slicing, rows=rows)
     mask = (
         torch.tensor(np.asarray(batch["attention_mask"])).flatten()
         if "attention_mask" in batch
-        else torch.ones(len(index))
+        else torch.ones(ids.numel())
     )
+    mine = torch.as_tensor(index) if layout.slicing == "whole" else slice(None)  # the trainer's own cut
     return Part(
-        ids=ids.flatten(),
-        positions=positions.flatten(),
-        targets=targets_of(batch, layout),
+        ids=ids.flatten()[mine],
+        positions=positions.flatten()[mine],
+        targets=targets_of(batch, layout)[mine],
         segment=torch.as_tensor(np.searchsorted(cu, index, side="right") - 1),
         index=torch.as_tensor(index),
-        seen=mask.bool(),
+        seen=mask.bool()[mine],
     )
 
 

@@ -119,7 +119,7 @@ def test_a_changed_length_or_place_is_found_wherever_it_is(tmp_path: Path, open_
 
 def test_blocks_are_cut_by_bytes_and_any_row_is_reached_at_once(tmp_path: Path, open_source, monkeypatch):
     monkeypatch.setattr("overlord.readers.reader.SEEKABLE_BLOCK_BYTES", 64)
-    monkeypatch.setattr("overlord.readers.megatron._ROWS_AT_A_TIME", 7)
+    monkeypatch.setattr("overlord.readers.megatron_files._ROWS_AT_A_TIME", 7)
     rng = np.random.default_rng(1)
     rows = [rng.integers(0, 99, n).tolist() for n in rng.integers(0, 30, 200)]
     source = open_source(write_dataset(tmp_path / "x", rows, dtype="<i4", code=4))

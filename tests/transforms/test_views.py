@@ -122,7 +122,7 @@ def oracle(plan, bucket, microbatch, payload, layout, of):
 
 def sliced(values, cu, of, rank, slicing, rows):
     """The reference's formulas: 5.3 of the notes."""
-    if of == 1:
+    if of == 1 or slicing == "whole":
         return values
     units = list(itertools.pairwise(cu)) if rows or slicing == "zigzag" else [(0, cu[-1])]
     parts = []
@@ -162,7 +162,7 @@ layouts = st.builds(
     Layout,
     st.sampled_from(["hf", "megatron", "torchtitan"]),
     rows=st.sampled_from(["packed", "packed", "padded", "full"]),
-    slicing=st.sampled_from(["zigzag", "zigzag", "whole_zigzag", "contiguous"]),
+    slicing=st.sampled_from(["zigzag", "zigzag", "whole_zigzag", "contiguous", "whole"]),
     sequence_parallel=st.booleans(),
     block=st.sampled_from([1, 1, 2, 3]),
     dummy_image=st.booleans(),
@@ -230,7 +230,10 @@ def test_views_make_the_global_batch(batch, pp, dp, cp, tp, layout, kind):
             assert [(c.pp, c.tp) for c in map(tree.coords, meta.ranks)] == [(at.pp, at.tp)] * of
             met.setdefault((meta.order, at.pp, at.tp), []).append((meta.ranks, pieces.sample.tolist()))
             orders.setdefault(rank, []).append(meta.order)
-            assert of == 1 or meta.slicing == ("zigzag" if rows and layout.slicing != "contiguous" else layout.slicing)
+            alike = rows and layout.slicing == "whole_zigzag"
+            assert of == 1 or meta.slicing == ("zigzag" if alike else layout.slicing)
+            if "local_cp_size" in view:
+                assert view["local_cp_size"].tolist() == [of]
             here = [i for i, s, n in zip(pieces.sample, pieces.start, pieces.length, strict=True)
                     for i in [j for j, im in enumerate(items) if im[0] == i and s <= im[1] < s + n]]  # fmt: skip
             first, last = at.pp == 0, at.pp == pp - 1
@@ -248,6 +251,10 @@ def test_views_make_the_global_batch(batch, pp, dp, cp, tp, layout, kind):
                     assert np.array_equal(view[key].reshape(-1), cut[field]), key
                     assert view[key].dtype == (np.float32 if key == "loss_mask" else np.int64)
             length = len(cut["ids"])
+            if layout.slicing == "whole" and of > 1:  # the trainer can cut it in each of the ways
+                for other in ("zigzag", "whole_zigzag", "contiguous"):
+                    assert len(sliced(whole["ids"], cu, of, mine, other, rows)) * of == length
+                assert set(names) == {name.removeprefix("@") for name in names.values()}  # one array for all ranks
             if not rows:
                 assert length % layout.rank_multiple(tp) == 0
                 assert int(cu[-1]) <= (CAP if plan.axis != "CP" else CAP // cp * of)
@@ -265,7 +272,7 @@ def test_views_make_the_global_batch(batch, pp, dp, cp, tp, layout, kind):
                 least += patches * PATCH_BYTES + max(1, len(here)) * 24
                 assert len(view["pixel_values"]) == patches
             assert sum(view[k].nbytes for k in got) == least
-            if at.tp == 0 and at.pp == 0:
+            if at.tp == 0 and at.pp == 0 and (layout.slicing != "whole" or mine == 0):
                 real = cut["attention"] == 1
                 for token in cut["ids"][real]:
                     seen[token // 1000 - 1, token % 1000] += 1

@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 SourceChange = Literal["remove_source", "park_source", "return_source"]
 Json = dict[str, Any]
-SLICINGS = ("zigzag", "whole_zigzag", "contiguous")
+SLICINGS = ("zigzag", "whole_zigzag", "contiguous", "whole")
 """How ranks that share a sequence cut it; a microbatch names its own by its number here."""
 
 

@@ -88,9 +88,9 @@ def _as_bytes(data: torch.Tensor) -> bytes:
     return data.numpy().tobytes()
 
 
-def share_outcome(make: Callable[[], str] | None) -> str:
-    """Return on every rank of the world the text that rank 0 makes (others pass None); where it fails, all fail."""
-    channel, error = Channel(None, 0), None
+def share_outcome(make: Callable[[], str] | None, group: Any = None) -> str:
+    """Return on every rank of a group the text that its rank 0 makes (others pass None); where it fails, all fail."""
+    channel, error = Channel(group, _process_of(group, 0)), None
     message = b""
     if make is not None:
         try:
@@ -110,10 +110,23 @@ def _failure(error: BaseException) -> bytes:
     return json.dumps({"error": type(error).__name__, "message": words}).encode() + b"\n"
 
 
+def _process_of(group: Any, rank: int) -> int:
+    """Return the process (its rank in the world) that has a rank of a group; None is the world."""
+    return rank if group is None else int(dist.get_global_rank(group, rank))
+
+
 class FetchingRanks:
     """The ranks that fetch, as all ranks agree at the first step of a stream."""
 
-    def __init__(self, tree: ClientPlaceTree | None, rank: int, fetches: bool | None, *, failed: bool = False) -> None:
+    def __init__(
+        self,
+        tree: ClientPlaceTree | None,
+        rank: int,
+        fetches: bool | None,
+        *,
+        failed: bool = False,
+        group: Any = None,
+    ) -> None:
         """Exchange the rank and the outcome of the first step with all ranks; all must call this.
 
         Args:
@@ -121,14 +134,16 @@ class FetchingRanks:
             rank: This process's rank in the mesh.
             fetches: Whether it fetches its first step; None if the stream has no step.
             failed: Whether its first step failed.
+            group: The process group of the ranks of the mesh; by default the world.
         """
         self._tree = tree
+        self.group = group
         outcome = _FAILED if failed else _ENDED if fetches is None else _FETCHES if fetches else _RECEIVES
         mine = torch.tensor([rank, outcome])
-        if "cpu:" not in str(dist.get_backend_config(None)):
+        if "cpu:" not in str(dist.get_backend_config(group)):
             mine = mine.to("cuda")
-        found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(found, mine)
+        found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(found, mine, group=group)
         gathered = [one.tolist() for one in found]
         self._process = {place: process for process, (place, _) in enumerate(gathered)}
         """The process that has each rank of the mesh."""
@@ -171,11 +186,11 @@ class FetchingRanks:
             members.setdefault(tuple(int(at[axis][rank]) for axis in fixed), []).append(rank)
         fetching = set(self._mesh.fetchers(broadcast=self.axes))
         ordered = [sorted(ranks, key=lambda rank: rank not in fetching) for ranks in members.values()]
-        return [[self._process[rank] for rank in ranks] for ranks in ordered]
+        return [[_process_of(self.group, self._process[rank]) for rank in ranks] for ranks in ordered]
 
 
 def open_channel(fetching: FetchingRanks, mesh: Any, stream: Any) -> Channel:
-    """Return the channel of this process; all ranks of the world must call this.
+    """Return the channel of this process; all ranks of the mesh must call this.
 
     The process groups of a DeviceMesh are used if they fit, otherwise groups are made.
     """
@@ -184,6 +199,10 @@ def open_channel(fetching: FetchingRanks, mesh: Any, stream: Any) -> Channel:
     ready = _group_of_mesh(mesh, fetching.axes, mine)
     if ready is not None:
         return Channel(ready, mine[0], stream)
+    if fetching.group is not None:  # processes outside the mesh do not call this
+        return Channel(
+            dist.new_group(sorted(mine), timeout=_world_timeout(), use_local_synchronization=True), mine[0], stream
+        )
     made = [dist.new_group(sorted(ranks), timeout=_world_timeout()) for ranks in groups]
     return Channel(made[groups.index(mine)], mine[0], stream)
 

@@ -29,13 +29,15 @@ from overlord.integrations.torch_batches import (
     TorchStep,
     copies_to,
     device_of,
+    exchange_images,
+    normalize_pixels,
 )
 from overlord.integrations.torch_broadcast import Channel, FetchingRanks, Relay, open_channel, share_outcome
-from overlord.integrations.torch_images import exchange_images, normalize_pixels
 from overlord.roles.client import Client, Step
 from overlord.runtimes.client_feed import check_state_at, connect, refuse_torch_workers
 
 if TYPE_CHECKING:  # a loader of a running service needs nothing of what launches one
+    from overlord.job.layout_specs import Layout
     from overlord.job.specs import Job
     from overlord.job_files import JobFile
     from overlord.launch_spec import Launch
@@ -86,6 +88,7 @@ class DataLoader:
         mesh: ClientPlaceTree | Mapping[str, Any] | str | Any = None,
         rank: int | None = None,
         device: torch.device | str | None = None,
+        group: Any = None,
         **options: Any,
     ) -> None:
         """Say what to read; nothing is started yet.
@@ -99,6 +102,8 @@ class DataLoader:
             rank: This process's rank in the mesh (default: its rank in the process group).
             device: Where batches go: "cpu" or a CUDA device. By default this process's CUDA device if the process group
                 speaks NCCL, else "cpu".
+            group: The process group whose processes are the ranks of the mesh, where not all processes take batches;
+                only those make a DataLoader then (default: all processes).
             **options: The arguments of `overlord.launch`: strategy, layout, runtime, prefetch, store, cache, shadows
                 and so on. Several processes share a "local" or a "ray" service. With `state` the loader begins as
                 `load_state_dict` would let it.
@@ -121,9 +126,16 @@ class DataLoader:
         self._inline = self._launch_options is not None and self._launch_options.runtime == "inline"
         given_state = None if self._launch_options is None else self._launch_options.state
         self._state_given = given_state is not None
-        world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
+        world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 0
+        if world < 0 or (group is not None and not world):
+            raise SpecError(
+                "DataLoader: group does not contain this process, which would take the batches of another rank. Make a "
+                "DataLoader on the processes of the group only."
+            )
+        self.group = group
+        """The process group of the ranks of the mesh; None for all processes."""
         self._shared = world > 1
-        self._rank = rank if rank is not None else (dist.get_rank() if world else 0)
+        self._rank = rank if rank is not None else (dist.get_rank(group) if world else 0)
         if self._mesh is not None:
             if world:
                 self._mesh.check_world_size(world)
@@ -168,6 +180,16 @@ class DataLoader:
         return self._rank
 
     @property
+    def job(self) -> Job | None:
+        """The job; None where the loader attaches to a service that runs."""
+        return None if isinstance(self._job, str) else self._job.job
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout of its batches; None where the loader attaches to a service that runs."""
+        return None if self._launch_options is None else self._launch_options.layout
+
+    @property
     def device(self) -> torch.device:
         """Where batches go."""
         return self._device
@@ -178,7 +200,7 @@ class DataLoader:
         Raises:
             TypeError: The job has no `max_steps`, or belongs to a service that runs; as for other endless iterables.
         """
-        most = None if isinstance(self._job, str) else self._job.job.max_steps
+        most = None if self.job is None else self.job.max_steps
         if most is None:
             raise TypeError("the length of this stream is not known: its job has no max_steps")
         return most
@@ -319,7 +341,8 @@ class DataLoader:
         if isinstance(self._job, str):
             return self._connect(self._job)
         if self._shared:
-            return connect(share_outcome(self._launch if dist.get_rank() == 0 else None), self._rank)
+            launches = dist.get_rank(self.group) == 0
+            return connect(share_outcome(self._launch if launches else None, self.group), self._rank)
         self._launch()
         assert self._service is not None
         return self._service.client(self._rank)
@@ -346,7 +369,7 @@ class DataLoader:
                     "the data of others. Give the mesh that the service was launched with, or leave it out."
                 )
             if self._shared:
-                found.check_world_size(dist.get_world_size())
+                found.check_world_size(dist.get_world_size(self.group))
             self._mesh = found
         except BaseException:
             client.close()
@@ -408,7 +431,7 @@ class DataLoader:
             isinstance(self._job, str) or (self._mesh is not None and self._mesh.cp * self._mesh.tp > 1)
         ):
             fetches = None if step is None else step.fetches
-            fetching = FetchingRanks(self._mesh, self._rank, fetches, failed=failure is not None)
+            fetching = FetchingRanks(self._mesh, self._rank, fetches, failed=failure is not None, group=self.group)
             if fetching.failed and failure is None:
                 failure = ServiceLost(
                     f"rank {fetching.failed[0]} could not take the first step, so no step can be trained on. Its own "
@@ -479,6 +502,37 @@ class FlatLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state, as `DataLoader.load_state_dict` does."""
         self.loader.load_state_dict(state)
+
+
+def loader_with_layout(
+    what: str, job: Job | str | os.PathLike[str], needed: Mapping[str, Any], **options: Any
+) -> DataLoader:
+    """Return a loader whose layout has what a trainer needs; its other fields are those of the job file or the call.
+
+    Args:
+        what: The trainer, for messages.
+        job: As `DataLoader` takes it; a service that runs already has its layout.
+        needed: Fields of the layout.
+        **options: Of the loader.
+
+    Raises:
+        SpecError: A field was set to something else, which the trainer could not take.
+    """
+    found = DataLoader(job, **options).layout
+    if found is None:
+        raise SpecError(
+            f"{what}: {job} is a running service, whose layout and microbatches are not known here; batches might not "
+            "have the shape that the trainer takes. Give the job or the job file."
+        )
+    usual = type(found)()
+    for name, value in needed.items():
+        given = getattr(found, name)
+        if given not in (getattr(usual, name), value):
+            raise SpecError(
+                f"{what}: layout.{name} is {given!r}, and this trainer takes {value!r}; it would misread the batches. "
+                f"Leave layout.{name} out."
+            )
+    return DataLoader(job, **options | {"layout": found.replace(**needed)})
 
 
 def _job_or_address(given: object) -> JobFile | str:

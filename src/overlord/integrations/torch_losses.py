@@ -56,8 +56,8 @@ class SourceLosses:
         sums, self._sums, self._added = self._sums, None, 0
         shared = dist.is_available() and dist.is_initialized()
         if shared:
-            dist.all_reduce(sums)
-        if not shared or dist.get_rank() == 0:
+            dist.all_reduce(sums, group=self._loader.group)
+        if not shared or dist.get_rank(self._loader.group) == 0:
             self._loader.report(step.index, _means(step.source_names, sums))
 
 

@@ -29,7 +29,7 @@ DEFAULT_HEARTBEAT_S = 5.0
 
 Keys = Literal["hf", "megatron", "torchtitan"]
 Rows = Literal["packed", "padded", "full"]
-Slicing = Literal["zigzag", "whole_zigzag", "contiguous"]
+Slicing = Literal["zigzag", "whole_zigzag", "contiguous", "whole"]
 Positions = Literal["plain", "mrope", "mrope_text"]
 
 
@@ -48,7 +48,8 @@ class Layout(Spec):
     microbatch; "full": a row each of the whole context length."""
     slicing: Slicing = "zigzag"
     """How context-parallel ranks share a sequence: two mirrored chunks of every segment ("zigzag") or of the whole
-    sequence ("whole_zigzag"), or one chunk each ("contiguous": Ulysses)."""
+    sequence ("whole_zigzag"), or one chunk each ("contiguous": Ulysses). With "whole" each gets all of it, padded as
+    for "zigzag", so that the trainer can cut it in any of these ways."""
     sequence_parallel: bool = False
     """Whether tensor-parallel ranks share the tokens of a slice: it becomes a multiple of tp."""
     block: Annotated[int, whole(1, "tokens are rounded up to blocks of it. Write 32 for MXFP8", example="32")] = 1
@@ -118,10 +119,10 @@ def shape_of(limits: Limits, tree: ClientPlaceTree, axis: str) -> dict[str, Any]
 
 
 def piece_multiple(slicing: str, cp: int) -> int:
-    """Return what the length of every piece is rounded up to: only a zigzag of every segment needs one.
+    """Return what the length of every piece is rounded up to: a zigzag of every segment needs one, whoever cuts it.
 
     Example:
         >>> piece_multiple("zigzag", 4), piece_multiple("contiguous", 4)
         (8, 1)
     """
-    return 2 * cp if cp > 1 and slicing == "zigzag" else 1
+    return 2 * cp if cp > 1 and slicing in ("zigzag", "whole") else 1

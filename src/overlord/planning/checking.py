@@ -13,7 +13,7 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import ENCODED_BY, LoadingPlan
 from overlord.core.samples import PLAIN
 from overlord.errors import OverlordError, PlanError, SpecError
-from overlord.job.layout_specs import shape_of
+from overlord.job.layout_specs import piece_multiple, shape_of
 from overlord.planning.encoder import join_encoder
 
 Strategy = Callable[[Buffer, ClientPlaceTree], LoadingPlan | Mapping[str, LoadingPlan]]
@@ -159,12 +159,12 @@ def _check_mesh(plan: LoadingPlan, tree: ClientPlaceTree, limits: Limits) -> Non
             "its microbatches have another shape than the layout asks for",
             "Make plans by graph.plan() or ol.plan_raw()",
         )
-    zigzag = plan.slicing == "zigzag" and not plan.row_tokens
-    if zigzag and plan.axis != "CP" and tree.cp > 1 and plan.pad_multiple % (2 * tree.cp):
+    needed = 1 if plan.row_tokens or plan.axis == "CP" else piece_multiple(plan.slicing, tree.cp)
+    if plan.pad_multiple % needed:
         raise _Wrong(
             f"its pad_multiple is {plan.pad_multiple}, and {tree.cp} context-parallel ranks cut a sequence into "
-            f"{2 * tree.cp}",
-            f"Use a multiple of {2 * tree.cp}",
+            f"{needed}",
+            f"Use a multiple of {needed}",
         )
     multiple = tree.microbatch_multiple
     odd = [count for count in (plan.num_microbatches, *plan.microbatch_counts.tolist()) if count % multiple]

@@ -140,7 +140,11 @@ def route(backbone: LoadingPlan, encoder: LoadingPlan, tree: ClientPlaceTree, pe
         "row": sent - np.append(sent, 0)[begins[:-1]][encoder.buckets],
         "cp": np.zeros(len(length), np.int64),
     }
-    if tree.cp > 1 and "CP" not in backbone.broadcast:
+    if tree.cp > 1 and backbone.slicing == "whole" and "CP" not in backbone.broadcast:
+        count = len(columns["cp"])
+        columns = {name: np.repeat(values, tree.cp) for name, values in columns.items()}  # each rank gets all of them
+        columns["cp"] = np.tile(np.arange(tree.cp), count)
+    elif tree.cp > 1 and "CP" not in backbone.broadcast:
         columns = _cut_for_slices(columns, unit, size, tree.cp, mirrored=backbone.slicing != "contiguous")
     copies = 1 if "TP" in backbone.broadcast else tree.tp
     ranks = _first_stage(tree)

@@ -30,7 +30,7 @@ from overlord.readers.files import StoredFile, format_of_name, list_files, verif
 from overlord.readers.index import IndexCache, build_indices, read_array, write_array
 from overlord.readers.jsonl import JsonlReader, why_no_row
 from overlord.readers.mds import MdsReader
-from overlord.readers.megatron import MegatronReader
+from overlord.readers.megatron_files import MegatronReader
 from overlord.readers.parquet import ParquetReader
 from overlord.readers.reader import BlockIndex, Reader, Rows, missing_column, reason_of, unreadable
 from overlord.readers.spill import SpilledBlocks, SpillPlace, spill_rows

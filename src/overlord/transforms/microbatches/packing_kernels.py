@@ -45,7 +45,7 @@ def pack(  # noqa: PLR0913 - a kernel takes plain arrays
     silent: Array,
     cu: Array,
     slots: Array,
-    cutting: tuple[int, int],
+    cutting: tuple[int, int, int],
     run_segment: Array,
     run_begin: Array,
     run_length: Array,
@@ -58,13 +58,13 @@ def pack(  # noqa: PLR0913 - a kernel takes plain arrays
     slices of two ranks are apart. `slots` [field, rank] says which slice of an array a rank's is, -1 where the array is
     not made for it. `first` (in the tokens), `first_loss`, `length`, `plain` (whether all tokens count), `counted`
     (labels) and `origin` are of all pieces of the step, `pieces` (first, count) those of this microbatch. `cutting` is
-    (ranks, chunks of a segment), with no chunks where runs are given instead.
+    (slices, chunks of a segment, ranks that share it), with no chunks where runs are given instead.
     """
     # The whole microbatch is written in one call: a copy of 8,192 tokens takes 15 us, so the cost of every array made
     # in Python would be visible. Each key has its own loop over all runs: a call per run, with its reference counting,
     # would cost more than the run.
     begin, count = pieces
-    of, chunks = cutting
+    of, chunks, ranks = cutting
     longest = real = 0
     for segment in range(len(cu) - 1):
         longest = max(longest, cu[segment + 1] - cu[segment])
@@ -107,7 +107,7 @@ def pack(  # noqa: PLR0913 - a kernel takes plain arrays
         mask = _block(buffer, offsets[4], elements[4] // 2).view(np.float32)
         _count(mask, places[4], run_length, loss, marks, ahead, counts)
     _write_origin(buffer, offsets, origin, length, cu, begin, count)
-    for field, number in ((9, longest), (10, of)):
+    for field, number in ((9, longest), (10, ranks)):
         if offsets[field] >= 0:
             buffer[offsets[field] : offsets[field] + 4].view(np.int32)[0] = number
     labelled = 0
@@ -312,7 +312,7 @@ def warm_packing() -> None:
     pack(
         np.empty(512, np.uint8), (0, -1, -1, -1, -1, -1, 128, 256, -1, -1, -1), 2, np.ones(1, np.int32),
         np.ones(1, np.uint8), np.zeros(1, np.int64), np.zeros(1, np.int64), one, np.ones(1, np.bool_), one,
-        np.zeros((5, 1), np.int64), (0, 1), np.zeros(0, np.bool_), np.arange(2), np.zeros((6, 1), np.int64), (1, 1),
+        np.zeros((5, 1), np.int64), (0, 1), np.zeros(0, np.bool_), np.arange(2), np.zeros((6, 1), np.int64), (1, 1, 1),
         nothing, nothing, nothing, nothing, nothing,
     )  # fmt: skip
     rows_of_ones(np.ones(1, np.uint8), np.arange(2))

@@ -85,10 +85,10 @@ class PackingJob:
 
 
 class _Sharing(NamedTuple):
-    """How ranks share the sequences of one microbatch."""
+    """How the sequences of one microbatch are cut for the ranks that share them."""
 
     of: int
-    """Ranks that share them."""
+    """Slices; 1 where they are not cut."""
     part: int | None = None
     """The only slice that belongs to the bucket; None where each of its context-parallel ranks has one."""
 
@@ -133,8 +133,8 @@ def pack_microbatch(
     that do not decode.
     """
     layout, chosen = packing.layout, plan.bin_range(bucket, microbatch)
-    sharing = _share(plan, chosen, bucket)
-    one = _Bin(chosen.start, _boundaries(plan, samples, chosen, sharing.of), plan.row_tokens > 0, sharing)
+    ranks, first_place, sharing = _share(plan, chosen, bucket)
+    one = _Bin(chosen.start, _boundaries(plan, samples, chosen, ranks), plan.row_tokens > 0, sharing)
     blueprint = Blueprint()
     offsets, slots, positions_at = _add_arrays(blueprint, plan, layout, one, wanted)
     silent = _NONE_SILENT
@@ -179,20 +179,20 @@ def pack_microbatch(
         table, tokens, loss, begin = table.alone(chosen), made["tokens"], np.array(given.loss.values), 0
     longest, _, labels = pack(
         buffer, offsets, stride_of(one.width), tokens, loss, table.first, table.first_loss, table.length, table.plain,
-        table.labels, table.origin, (begin, chosen.stop - chosen.start), silent, one.cu, slots, *_cutting(plan, one),
+        table.labels, table.origin, (begin, chosen.stop - chosen.start), silent, one.cu, slots,
+        *_cutting(plan, one, ranks),
     )  # fmt: skip
     if positions_at is not None:
         whole = _mrope(plan, packing, one, items, segment_of, media)
         _fill_mrope(buffer, *positions_at, layout, whole, one, plan.slicing)
     scalars = {
-        "meta.local_cp_size": sharing.of,
+        "meta.local_cp_size": ranks,
         "meta.loss_tokens": labels,
         "meta.order": plan.order(bucket, microbatch),
     }
-    if sharing.of > 1:
-        first = bucket * sharing.of if sharing.part is None else bucket - sharing.part  # of all DP x CP places
+    if ranks > 1:
         cut = "zigzag" if one.rows and plan.slicing == "whole_zigzag" else plan.slicing  # of rows it means the same
-        scalars |= {"meta.first_place": first, "meta.slicing": SLICINGS.index(cut)}
+        scalars |= {"meta.first_place": first_place, "meta.slicing": SLICINGS.index(cut)}
     if layout.keys == "hf" and not one.rows:
         # With a cache, transformers' eager and sdpa attention do not look for packed samples: they would mix silently.
         scalars |= {"max_length_q": longest, "max_length_k": longest, "use_cache": False}
@@ -220,24 +220,28 @@ def _run_hook(
     return made, given
 
 
-def _cutting(plan: LoadingPlan, one: _Bin) -> tuple[tuple[int, int], Int64s, Int64s, Int64s, Int64s, Int64s]:
-    """Return how the kernel cuts: (ranks, chunks of a segment), or runs if chunks cross segments."""
+def _cutting(
+    plan: LoadingPlan, one: _Bin, ranks: int
+) -> tuple[tuple[int, int, int], Int64s, Int64s, Int64s, Int64s, Int64s]:
+    """Return how the kernel cuts: (slices, chunks of a segment, ranks), or runs if chunks cross segments."""
     of = one.sharing.of
     if of == 1:
-        return (1, 1), _NONE, _NONE, _NONE, _NONE, _NONE
+        return (1, 1, ranks), _NONE, _NONE, _NONE, _NONE, _NONE
     if one.rows or plan.slicing == "zigzag":
-        return (of, of if plan.slicing == "contiguous" else 2 * of), _NONE, _NONE, _NONE, _NONE, _NONE
+        return (of, of if plan.slicing == "contiguous" else 2 * of, ranks), _NONE, _NONE, _NONE, _NONE, _NONE
     runs = cut_runs(one.cu, of, plan.slicing)
-    return (of, 0), runs.segment, runs.begin, runs.length, runs.part, runs.place
+    return (of, 0, ranks), runs.segment, runs.begin, runs.length, runs.part, runs.place
 
 
-def _share(plan: LoadingPlan, chosen: slice, bucket: int) -> _Sharing:
+def _share(plan: LoadingPlan, chosen: slice, bucket: int) -> tuple[int, int, _Sharing]:
+    """Return how many ranks share a microbatch, the first of their DP x CP places, and how it is cut for them."""
+    cp, whole = plan.mesh.cp, plan.slicing == "whole"
     if plan.cp_sizes is not None and plan.first_ranks is not None and chosen.stop > chosen.start:
-        return _Sharing(int(plan.cp_sizes[chosen.start]), bucket - int(plan.first_ranks[chosen.start]))
-    cp = plan.mesh.cp
+        ranks, first = int(plan.cp_sizes[chosen.start]), int(plan.first_ranks[chosen.start])
+        return ranks, first, _Sharing(1, 0) if whole else _Sharing(ranks, bucket - first)
     if cp == 1 or plan.axis == "CP" or "CP" in plan.broadcast:
-        return _Sharing(1, 0)  # not cut: the trainer cuts what it broadcasts
-    return _Sharing(cp)
+        return 1, bucket, _Sharing(1, 0)  # not cut: the trainer cuts what it broadcasts
+    return cp, bucket * cp, _Sharing(1, 0) if whole else _Sharing(cp)
 
 
 def _boundaries(plan: LoadingPlan, samples: StepSamples, chosen: slice, of: int) -> Int64s:
