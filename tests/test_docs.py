@@ -33,6 +33,7 @@ SECTIONS: dict[str, type[Spec]] = {
     "Source": ol.Source,
     "Text": ol.Text,
     "Chat": ol.Chat,
+    "Chat with images": ol.ImageChat,
     "Image and text": ol.ImageText,
     "Interleaved": ol.Interleaved,
     "Augment": ol.Augment,

@@ -22,6 +22,7 @@ from overlord.job.sample_specs import (
     Augment,
     Chat,
     Custom,
+    ImageChat,
     ImageSpec,
     ImageText,
     Interleaved,
@@ -126,6 +127,7 @@ __all__ = [
     "Batch",
     "Chat",
     "Custom",
+    "ImageChat",
     "ImageSpec",
     "ImageText",
     "Interleaved",
@@ -415,7 +417,8 @@ def stream_parts(job: Job, *, tokenizer_digest: str, listings: Mapping[str, str]
 
 def _source_digest(source: Source, listing: str) -> str:
     """Return "how it is read:which files": two digests, so that a refusal can tell which of them changed."""
-    how = source.model_dump(mode="json", include={"sample", "lengths", "shuffle_bytes", "format"})
+    fields = {"sample", "lengths", "shuffle_bytes", "format"}
+    how = source.model_dump(mode="json", include=fields, exclude={"sample": {"folder"}})
     texts = (json.dumps(how, sort_keys=True, separators=(",", ":")), listing)
     return ":".join(hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in texts)
 

@@ -57,6 +57,7 @@ from overlord.transforms.microbatches.positions import mrope_positions
 from overlord.transforms.microbatches.step_samples import Opening
 from overlord.transforms.samples.audio import log_mel
 from overlord.transforms.samples.chat import inline_templates, loss_in_spans
+from overlord.transforms.samples.image_values import ImageValues
 from overlord.transforms.samples.images import normalize_patches, warm_images
 from overlord.transforms.samples.per_sample import Isolate, SampleTransform, Workers
 from overlord.transforms.samples.pooled import pooled_transform
@@ -183,6 +184,7 @@ def try_sources(
         columns = tuple(dict.fromkeys((*transform.columns, *extra)))
         found: SourceFiles | OverlordError
         try:
+            ImageValues.of(source).check()
             found = SourceFiles(
                 source.name,
                 source.path,
