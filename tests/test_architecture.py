@@ -235,7 +235,8 @@ IMAGES += "jpeg_scaling extra_formats folder"
 def test_job_fields_grow_deliberately():
     fields = {
         "Job": "sources mixture tokenizer batch seed overlength lag max_steps drop_last",
-        "Source": "name path sample weight lengths shuffle_bytes tolerance format config split storage_options",
+        "Source": "name path sample weight lengths shuffle_bytes order_by tolerance format config split "
+        "storage_options",
         "Batch": "context_length global_tokens global_samples microbatch_tokens microbatches",
         "Text": "kind column tokenized special_tokens bos eos",
         "Chat": "kind messages template loss tools process deadline",

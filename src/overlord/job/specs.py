@@ -94,6 +94,8 @@ class Source(Spec):
         int | str,
     ] = spec_field(default=4 * 2**20)
     """Memory of the shuffle, as bytes or "16MB"; 0 keeps the order of the files."""
+    order_by: Word | None = Field(default=None, exclude_if=lambda column: column is None)  # older states still fit
+    """Column of numbers by which rows are ordered in every epoch, smallest first; "-column" for largest first."""
     tolerance: Annotated[
         float, real(0, 1, "it is the share of samples that may be bad. Write 0.01 for one in a hundred")
     ] = 0.01
@@ -114,6 +116,22 @@ class Source(Spec):
                 f"{self.lengths!r} would not be looked at: {type(self.sample).__name__} is measured when it is read, "
                 "since its labels or images decide the length too. Leave it out",
                 "lengths",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Source:
+        if self.order_by == "-":
+            raise conflict(
+                "'-' names no column; rows would have no order. Write a column, or -column for largest first",
+                "order_by",
+            )
+        usual = type(self).model_fields["shuffle_bytes"].default
+        if self.order_by is not None and self.shuffle_bytes not in (0, usual):
+            raise conflict(
+                f"{self.shuffle_bytes} would not be used: order_by={self.order_by!r} keeps the order of that column, "
+                "and rows are not shuffled. Leave one of them out",
+                "shuffle_bytes",
             )
         return self
 
@@ -417,7 +435,7 @@ def stream_parts(job: Job, *, tokenizer_digest: str, listings: Mapping[str, str]
 
 def _source_digest(source: Source, listing: str) -> str:
     """Return "how it is read:which files": two digests, so that a refusal can tell which of them changed."""
-    fields = {"sample", "lengths", "shuffle_bytes", "format"}
+    fields = {"sample", "lengths", "shuffle_bytes", "format", "order_by"}
     how = source.model_dump(mode="json", include=fields, exclude={"sample": {"folder"}})
     texts = (json.dumps(how, sort_keys=True, separators=(",", ":")), listing)
     return ":".join(hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in texts)

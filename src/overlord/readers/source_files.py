@@ -7,6 +7,7 @@ the stream.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
 import importlib
@@ -16,24 +17,36 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from overlord.core.order import FileBlocks
-from overlord.core.ragged import Kind, RowBatch, num_rows, slice_rows
+from overlord.core.ragged import (
+    BAD_COLUMN,
+    NOT_PARSED,
+    NOT_WHOLE,
+    Kind,
+    RowBatch,
+    concat_rows,
+    num_rows,
+    slice_rows,
+    take_rows,
+)
+from overlord.core.samples import FILE_SHIFT
 from overlord.errors import OverlordError, ReaderError, SourceError, SpecError
 from overlord.job.specs import Source
 from overlord.readers.arrow import ArrowReader
 from overlord.readers.dataset_card import split_files
 from overlord.readers.files import StoredFile, format_of_name, list_files, verify_unchanged
-from overlord.readers.index import IndexCache, build_indices, read_array, write_array
+from overlord.readers.index import IndexCache, build_indices, file_identity, read_array, write_array
 from overlord.readers.jsonl import JsonlReader, why_no_row
 from overlord.readers.mds import MdsReader
 from overlord.readers.megatron import MegatronReader
 from overlord.readers.parquet import ParquetReader
 from overlord.readers.reader import BlockIndex, Reader, Rows, missing_column, reason_of, unreadable
-from overlord.readers.spill import SpilledBlocks, SpillPlace, spill_rows
+from overlord.readers.spill import SpilledBlocks, SpilledFiles, SpillPlace, spill_rows
 from overlord.readers.tar_shards import TarReader
 from overlord.storage import StorageOptions
 
@@ -53,6 +66,7 @@ _FIRST_PAUSE_S = 0.25
 _KINDS_FILES = 8
 """How many files are searched for a column before it counts as missing."""
 _KEPT_INDICES = 16
+_SORT_BATCH_ROWS = 8192
 
 
 class SourceFiles:
@@ -105,6 +119,7 @@ class SourceFiles:
         self._kinds: dict[str, Kind] | None = None
         self._indices: OrderedDict[int, BlockIndex] = OrderedDict()
         self._spilled = SpilledBlocks()
+        self._spilled_files = SpilledFiles()
 
     @property
     def total_bytes(self) -> int:
@@ -152,6 +167,7 @@ class SourceFiles:
         with self._lock:
             self._indices.clear()
         self._spilled.forget()
+        self._spilled_files.forget()
 
     def spills_parts(self, file_number: int) -> bool:
         """Return whether a block of a file that is read in parts must first be spilled to disk."""
@@ -225,6 +241,112 @@ class SourceFiles:
             spilled = self._spilled.add((file_number, block), lambda: decode(rows, 0, None), place)
         if spilled is not None:
             yield from spilled.rows(start, stop or 0, batch_rows)
+
+    def take(self, numbers: npt.NDArray[np.int64]) -> RowBatch:
+        """Return rows by their numbers (file << 32 | row), in this order; a number may come twice.
+
+        In a format that cannot seek, the files of these rows are decoded once and spilled to disk as a whole.
+
+        Raises:
+            ReaderError: As of `stream`.
+        """
+        wanted, places = np.unique(numbers, return_inverse=True)
+        files = wanted >> FILE_SHIFT
+        parts: list[RowBatch] = []
+        for file in np.unique(files).tolist():
+            rows = wanted[files == file] & ((1 << FILE_SHIFT) - 1)
+            # Rows that follow each other are read together.
+            runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+            parts += [part for run in runs for part in self._run_of_rows(file, int(run[0]), int(run[-1]) + 1)]
+        return take_rows(concat_rows(parts), places)
+
+    def _run_of_rows(self, file_number: int, start: int, stop: int) -> Iterator[RowBatch]:
+        file, index = self.files[file_number], self._index(file_number)
+        if not self._reader.seeks(file):
+            place = SpillPlace(self._cache.scratch, file.path, int(index.bytes.sum()))
+            size = spill_rows(int(index.bytes.sum()) / max(1, int(index.rows.sum())))
+            spilled = self._spilled_files.rows(file_number, lambda: self._all_rows(file_number, size), place)
+            yield from spilled.rows(start, stop, stop - start)
+            return
+        while start < stop:
+            block = int(np.searchsorted(index.first_row, start, side="right")) - 1
+            first = int(index.first_row[block])
+            end = min(stop, first + int(index.rows[block]))
+            yield from self.stream(file_number, block, skip=start - first, stop=end - first, batch_rows=end - start)
+            start = end
+
+    def _all_rows(self, file_number: int, batch_rows: int) -> Rows:
+        for block in range(len(self._index(file_number).rows)):
+            yield from self.stream(file_number, block, batch_rows=batch_rows)
+
+    def with_columns(self, columns: Sequence[str]) -> SourceFiles:
+        """Return the same files with other columns to read."""
+        other = copy.copy(self)
+        other._wanted, other._kinds = list(columns), None
+        other._lock, other._indices = threading.Lock(), OrderedDict()
+        other._spilled, other._spilled_files = SpilledBlocks(), SpilledFiles()
+        return other
+
+    def check_sortable(self, order_by: str) -> None:
+        """Refuse a column that rows cannot be ordered by, as far as its type tells.
+
+        Raises:
+            SourceError: It is missing, or does not hold numbers.
+        """
+        column = order_by.removeprefix("-")
+        try:
+            kind = self.with_columns([column]).kinds()[column]
+        except SourceError as error:
+            raise SourceError(f"source {self.name!r}: order_by={order_by!r}: {error}") from error
+        if kind not in ("int", "float"):
+            raise SourceError(
+                f"source {self.name!r}: order_by={order_by!r} holds {kind!r} values, and rows are ordered by numbers; "
+                "they would have no order. Name a column of whole numbers or fractions."
+            )
+
+    def sorted_rows(self, order_by: str) -> npt.NDArray[np.int64]:
+        """Return the numbers (file << 32 | row) of all rows, ordered by a column; ties by file and row.
+
+        The column of every file is read once; the result is kept in the cache, and mapped. Rows that are damaged as a
+        whole have no value and come last.
+
+        Raises:
+            SourceError: The column is missing, or a row has no number in it.
+        """
+        identities = [part for file in self.files for part in file_identity(file)]
+        key = ["sorted rows", self.format, order_by, *identities]
+        return self._cache.table(key, lambda: self._sort_rows(order_by))
+
+    def _sort_rows(self, order_by: str) -> npt.NDArray[np.int64]:
+        column, source = order_by.removeprefix("-"), self.with_columns([order_by.removeprefix("-")])
+        values: list[npt.NDArray[Any]] = []
+        numbers: list[npt.NDArray[np.int64]] = []
+        damaged: list[npt.NDArray[np.int64]] = []
+        for file in range(len(self.files)):
+            row = file << FILE_SHIFT
+            for batch in source._all_rows(file, _SORT_BATCH_ROWS):
+                found, marks = np.asarray(batch[column]), np.asarray(batch[BAD_COLUMN])
+                rows = row + np.arange(len(marks))
+                unread = (marks == NOT_PARSED) | (marks == NOT_WHOLE)
+                wrong = ~unread & ((marks != 0) | (np.isnan(found) if found.dtype.kind == "f" else False))
+                if wrong.any():
+                    first = int(rows[wrong][0]) - (file << FILE_SHIFT)
+                    raise SourceError(
+                        f"source {self.name!r}: order_by={order_by!r}: row {first} of "
+                        f"{self.files[file].path} has no number in this column (null, NaN or another type); the row "
+                        "would have no place. Write a number into every row, or name another column."
+                    )
+                values.append(found[~unread])
+                numbers.append(rows[~unread])
+                damaged.append(rows[unread])
+                row += len(marks)
+        if not values:
+            return np.empty(0, np.int64)
+        # Falling values are sorted from behind, so that ties stay in the order of the files.
+        joined, falling = np.concatenate(values), order_by.startswith("-")
+        order = np.argsort(joined[::-1] if falling else joined, kind="stable")
+        order = len(joined) - 1 - order[::-1] if falling else order
+        return np.concatenate([np.concatenate(numbers)[order], *damaged])
 
     def listing_digest(self) -> str:
         """Return a hash of the names and sizes of the files, on which the stream depends.
@@ -308,6 +430,7 @@ class NoFiles(SourceFiles):
         self._kinds = {}
         self._indices = OrderedDict()
         self._spilled = SpilledBlocks()
+        self._spilled_files = SpilledFiles()
 
     def listing_digest(self) -> str:
         """Return a constant: the files may be gone."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from overlord.core.draw import Limits
 from overlord.core.messages import SourceFacts
-from overlord.core.order import BEGIN, DataFile, SourceOrder
+from overlord.core.order import BEGIN, DataFile, SortedOrder, SourceOrder
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.ragged import Kind, Ragged, RowBatch, gather_runs
 from overlord.core.samples import FILE_SHIFT, Cursor
@@ -196,6 +196,8 @@ def try_sources(
                 cache=cache,
                 isolate=isolate,
             )
+            if source.order_by is not None:
+                found.check_sortable(source.order_by)
             check_kinds(source, found.kinds())  # a missing or wrong column shows here, before anything runs
         except OverlordError as error:
             found = named_error(source, error)
@@ -257,6 +259,9 @@ _KIND_WORDS: dict[Kind, str] = {
 
 def order_of(job: Job, source: Source, files: SourceFiles) -> SourceOrder:
     """Return the order of one source."""
+    column = source.order_by
+    if column is not None:
+        return SortedOrder(source.name, listing_of(files), rows=lambda: files.sorted_rows(column), index=files.blocks)
     return SourceOrder(
         job.seed,
         source.name,
@@ -282,6 +287,8 @@ def index_first_windows(
             order = order_of(job, job.sources[number], opened)
             epoch, group, _ = cursors[number]
             tasks += [(opened, int(file)) for file in order.files_of(epoch, max(group, 0))]
+            if isinstance(order, SortedOrder):
+                order.first_group(epoch)  # sorts the source, unless that is in the cache: a wrong value shows here
     done = 0
 
     def index_one(task: tuple[SourceFiles, int]) -> None:
