@@ -31,6 +31,7 @@ REST = {
 SECTIONS: dict[str, type[Spec]] = {
     "Job": ol.Job,
     "Source": ol.Source,
+    "Join": ol.Join,
     "Text": ol.Text,
     "Chat": ol.Chat,
     "Chat with images": ol.ImageChat,

@@ -410,7 +410,7 @@ def write_job_schema(path: str | os.PathLike[str]) -> None:
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 
 _KINDS = (Text, Chat, ImageChat, ImageText, Interleaved, Audio, Video)
-_NO_CELLS = ("sample", "storage_options", "augment")
+_NO_CELLS = ("sample", "storage_options", "augment", "join")
 """Fields that are mappings, which a cell cannot hold."""
 _TOKENS = ("bos", "eos", "image_token", "video_token", "audio_token", "before", "after")
 """Fields that take a token by its text or by its id."""
@@ -475,6 +475,9 @@ def resolve_path(path: str, folder: Path) -> str:
 def resolve_source(source: Source, folder: Path) -> Source:
     """Return a source whose paths are seen from a folder."""
     changes: dict[str, Any] = {"path": tuple(resolve_path(p, folder) for p in source.path)}
+    if source.join is not None:
+        paths = tuple(resolve_path(p, folder) for p in source.join.path)
+        changes["join"] = source.join.model_copy(update={"path": paths})
     sample, inner = source.sample, dict[str, Any]()
     if isinstance(sample, Chat) and sample.template is not None and sample.template.endswith(".jinja"):
         inner["template"] = resolve_path(sample.template, folder)

@@ -17,7 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ from overlord.core.ragged import (
     RowBatch,
     concat_rows,
     num_rows,
+    offsets_of,
     slice_rows,
     take_rows,
 )
@@ -69,6 +70,35 @@ _KEPT_INDICES = 16
 _SORT_BATCH_ROWS = 8192
 
 
+class Join(Protocol):
+    """Columns that come from another dataset; `readers/join.py` has them."""
+
+    def kinds(self, own: dict[str, Kind]) -> dict[str, Kind]:
+        """Return the kinds of all columns, given those of the source's own."""
+        ...
+
+    def prepare(self) -> None:
+        """Check what concerns all rows."""
+        ...
+
+    def attach(self, batch: RowBatch, numbers: npt.NDArray[np.int64]) -> RowBatch:
+        """Return rows, given by their numbers too, with the joined columns."""
+        ...
+
+    @property
+    def row_bytes(self) -> int:
+        """About how many bytes they add to a row."""
+        ...
+
+    def listing_digest(self) -> str:
+        """Return a hash of the other dataset's files."""
+        ...
+
+    def forget(self) -> None:
+        """Drop what is held in memory."""
+        ...
+
+
 class SourceFiles:
     """The files of one source and how to read them. Threads may share it.
 
@@ -83,6 +113,7 @@ class SourceFiles:
         cache: Where the indices of the files are kept, and row groups too large to be held in memory.
         isolate: Wraps the reader so that it runs in other processes, which a damaged file may crash; None reads in
             the caller.
+        join: Makes the columns that come from another dataset, given these files with their own columns.
         pause: Sleeps between attempts after an I/O error.
 
     Raises:
@@ -102,6 +133,7 @@ class SourceFiles:
         split: str | None = None,
         storage_options: StorageOptions | None = None,
         isolate: Callable[[Reader], Reader] | None = None,
+        join: Callable[[SourceFiles], Join] | None = None,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self.name = name
@@ -120,6 +152,9 @@ class SourceFiles:
         self._indices: OrderedDict[int, BlockIndex] = OrderedDict()
         self._spilled = SpilledBlocks()
         self._spilled_files = SpilledFiles()
+        self.join: Join | None = None
+        if join is not None:
+            self.join = join(copy.copy(self))
 
     @property
     def total_bytes(self) -> int:
@@ -132,7 +167,11 @@ class SourceFiles:
             return self._reader.columns(file)
 
     def kinds(self) -> dict[str, Kind]:
-        """Return the kind of each column that is read: the same for every batch of every file.
+        """Return the kind of each column that is read: the same for every batch of every file."""
+        return self._own_kinds() if self.join is None else self.join.kinds(self._own_kinds())
+
+    def _own_kinds(self) -> dict[str, Kind]:
+        """Return the kinds of the columns that are read from these files.
 
         JSON has no schema, so the first files are searched in turn; a column that is null or an empty list in
         all of their heads counts as bytes.
@@ -151,13 +190,13 @@ class SourceFiles:
 
     def indexed(self, file_number: int) -> FileBlocks | None:
         """Return the blocks of a file if it is in the cache, else None; the file is not read."""
-        index = self._cache.find(self.files[file_number], self._reader, list(self.kinds()))
+        index = self._cache.find(self.files[file_number], self._reader, list(self._own_kinds()))
         return None if index is None else self._file_blocks(file_number, index)
 
     def prepare(self, file_numbers: Sequence[int]) -> None:
         """Index the files that are not in the cache, in parallel."""
         files = [self.files[number] for number in file_numbers]
-        columns = list(self.kinds())
+        columns = list(self._own_kinds())
         missing = [file for file in files if self._cache.find(file, self._reader, columns) is None]
         if len(missing) > 1:
             build_indices(self._cache, missing, self._reader, columns)
@@ -168,6 +207,8 @@ class SourceFiles:
             self._indices.clear()
         self._spilled.forget()
         self._spilled_files.forget()
+        if self.join is not None:
+            self.join.forget()
 
     def spills_parts(self, file_number: int) -> bool:
         """Return whether a block of a file that is read in parts must first be spilled to disk."""
@@ -190,6 +231,17 @@ class SourceFiles:
             ReaderError: The file has changed, is gone, or cannot be read after four attempts; or the disk of the
                 cache is full.
         """
+        if self.join is not None:
+            number = (file_number << FILE_SHIFT) + self.row_base(file_number, block) + skip
+            for batch in self._stream_own(file_number, block, skip, stop, batch_rows):
+                yield self.join.attach(batch, np.arange(number, number + num_rows(batch)))
+                number += num_rows(batch)
+            return
+        yield from self._stream_own(file_number, block, skip, stop, batch_rows)
+
+    def _stream_own(
+        self, file_number: int, block: int, skip: int, stop: int | None, batch_rows: int
+    ) -> Iterator[RowBatch]:
         file, index = self.files[file_number], self._index(file_number)
         end = int(index.rows[block]) if stop is None else stop
         # `at` is the next row; every batch moves it on and resets the attempts, so that a retry begins where the stream
@@ -223,7 +275,7 @@ class SourceFiles:
         file, index, reader = self.files[file_number], self._index(file_number), self._reader
 
         def decode(rows: int, skip: int, scratch: Path | None) -> Rows:
-            columns = self.kinds()
+            columns = self._own_kinds()
             yield from reader.stream(file, index, block, columns=columns, skip=skip, batch_rows=rows, scratch=scratch)
 
         spilled = self._spilled.find((file_number, block)) if stop is not None else None
@@ -258,26 +310,42 @@ class SourceFiles:
             # Rows that follow each other are read together.
             runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
             parts += [part for run in runs for part in self._run_of_rows(file, int(run[0]), int(run[-1]) + 1)]
-        return take_rows(concat_rows(parts), places)
+        found = take_rows(concat_rows(parts), places)
+        return found if self.join is None else self.join.attach(found, numbers)
 
     def _run_of_rows(self, file_number: int, start: int, stop: int) -> Iterator[RowBatch]:
         file, index = self.files[file_number], self._index(file_number)
         if not self._reader.seeks(file):
             place = SpillPlace(self._cache.scratch, file.path, int(index.bytes.sum()))
             size = spill_rows(int(index.bytes.sum()) / max(1, int(index.rows.sum())))
-            spilled = self._spilled_files.rows(file_number, lambda: self._all_rows(file_number, size), place)
+            spilled = self._spilled_files.rows(file_number, lambda: self._all_own_rows(file_number, size), place)
             yield from spilled.rows(start, stop, stop - start)
             return
         while start < stop:
             block = int(np.searchsorted(index.first_row, start, side="right")) - 1
             first = int(index.first_row[block])
             end = min(stop, first + int(index.rows[block]))
-            yield from self.stream(file_number, block, skip=start - first, stop=end - first, batch_rows=end - start)
+            yield from self._stream_own(file_number, block, start - first, end - first, end - start)
             start = end
 
-    def _all_rows(self, file_number: int, batch_rows: int) -> Rows:
+    def all_rows(self, file_number: int, batch_rows: int) -> Rows:
+        """Yield all rows of a file, block by block."""
         for block in range(len(self._index(file_number).rows)):
             yield from self.stream(file_number, block, batch_rows=batch_rows)
+
+    def _all_own_rows(self, file_number: int, batch_rows: int) -> Rows:
+        for block in range(len(self._index(file_number).rows)):
+            yield from self._stream_own(file_number, block, 0, None, batch_rows)
+
+    def rows_before(self) -> npt.NDArray[np.int64]:
+        """Return how many rows are in the files before each file, and in all; indexes all files."""
+        self.prepare(range(len(self.files)))
+        return offsets_of([int(self._index(number).rows.sum()) for number in range(len(self.files))])
+
+    def table(self, what: Sequence[object], build: Callable[[], npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+        """Return an array of whole numbers that follows from these files, from the cache or built now."""
+        identities = [part for file in self.files for part in file_identity(file)]
+        return self._cache.table([*what, self.format, *identities], build)
 
     def with_columns(self, columns: Sequence[str]) -> SourceFiles:
         """Return the same files with other columns to read."""
@@ -285,6 +353,7 @@ class SourceFiles:
         other._wanted, other._kinds = list(columns), None
         other._lock, other._indices = threading.Lock(), OrderedDict()
         other._spilled, other._spilled_files = SpilledBlocks(), SpilledFiles()
+        other.join = None
         return other
 
     def check_sortable(self, order_by: str) -> None:
@@ -313,9 +382,7 @@ class SourceFiles:
         Raises:
             SourceError: The column is missing, or a row has no number in it.
         """
-        identities = [part for file in self.files for part in file_identity(file)]
-        key = ["sorted rows", self.format, order_by, *identities]
-        return self._cache.table(key, lambda: self._sort_rows(order_by))
+        return self.table(["sorted rows", order_by], lambda: self._sort_rows(order_by))
 
     def _sort_rows(self, order_by: str) -> npt.NDArray[np.int64]:
         column, source = order_by.removeprefix("-"), self.with_columns([order_by.removeprefix("-")])
@@ -324,7 +391,7 @@ class SourceFiles:
         damaged: list[npt.NDArray[np.int64]] = []
         for file in range(len(self.files)):
             row = file << FILE_SHIFT
-            for batch in source._all_rows(file, _SORT_BATCH_ROWS):
+            for batch in source.all_rows(file, _SORT_BATCH_ROWS):
                 found, marks = np.asarray(batch[column]), np.asarray(batch[BAD_COLUMN])
                 rows = row + np.arange(len(marks))
                 unread = (marks == NOT_PARSED) | (marks == NOT_WHOLE)
@@ -365,17 +432,20 @@ class SourceFiles:
         for name, size, beside in names:
             sizes = f"{size}" if beside is None else f"{size}+{beside}"
             digest.update(f"{len(name)}:{name}:{sizes};".encode("utf-8", "surrogateescape"))
+        if self.join is not None:
+            digest.update(self.join.listing_digest().encode())
         return digest.hexdigest()
 
     def _file_blocks(self, file_number: int, index: BlockIndex) -> FileBlocks:
-        return FileBlocks(index.rows, index.bytes, self._reader.divides(self.files[file_number]))
+        more = 0 if self.join is None else self.join.row_bytes
+        return FileBlocks(index.rows, index.bytes + more * index.rows, self._reader.divides(self.files[file_number]))
 
     def _index(self, file_number: int) -> BlockIndex:
         with self._lock:
             if file_number in self._indices:
                 self._indices.move_to_end(file_number)
                 return self._indices[file_number]
-        index = self._cache.index(self.files[file_number], self._reader, list(self.kinds()))
+        index = self._cache.index(self.files[file_number], self._reader, list(self._own_kinds()))
         with self._lock:
             self._indices[file_number] = index
             if len(self._indices) > _KEPT_INDICES:
@@ -431,6 +501,7 @@ class NoFiles(SourceFiles):
         self._indices = OrderedDict()
         self._spilled = SpilledBlocks()
         self._spilled_files = SpilledFiles()
+        self.join = None
 
     def listing_digest(self) -> str:
         """Return a constant: the files may be gone."""

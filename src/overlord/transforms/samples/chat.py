@@ -175,7 +175,7 @@ class ImageChatTransform(ChatTransform):
         self._item = ItemTokens.of(spec, "image", tokenizer)
         self._values = values
         super().__init__(spec, tokenizer, isolate)
-        self._first_image = len(self.columns)
+        # Behind the others: of several columns that are null in a row the first is its fault.
         self.columns = (*self.columns, *spec.images)
         self.decoder = ImageDecoder(spec)
 
@@ -229,7 +229,8 @@ class ImageChatTransform(ChatTransform):
     def _without_images(self, rows: RowBatch) -> RowBatch:
         """Return rows in which one without images is not bad: its column of images is null, or not there."""
         marks = np.asarray(rows[BAD_COLUMN])
-        none = np.isin(marks, [no_value(self._first_image + number) for number in range(len(self._images.images))])
+        names = [name for name in rows if name != BAD_COLUMN and not name.startswith(sizes_column(""))]
+        none = np.isin(marks, [no_value(names.index(column)) for column in self._images.images])
         return {**rows, BAD_COLUMN: np.where(none, 0, marks)} if none.any() else rows
 
 
