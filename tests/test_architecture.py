@@ -180,11 +180,11 @@ def test_the_five_steps_of_the_workflow_are_marked():
 def test_the_face():
     assert set(overlord.__all__) == {
         "Audio", "Augment", "Batch", "Budget", "Chat", "Client", "ClientPlaceTree", "ClosedError", "Custom", "DGraph",
-        "HookError", "ImageText", "Interleaved", "Job", "Layout", "Learn", "LoadingPlan", "Mixture", "OverlordError",
-        "PlanError", "ReaderError", "ReportMissing", "SampleId", "Scaling", "Service", "ServiceLost", "Source",
-        "SourceError", "SpecError", "StateError", "StoreError", "Text", "ToleranceError", "Video", "balance", "connect",
-        "constructor_do_plan", "costs", "hooks", "launch", "load_job", "loader_do_plan", "plan_raw", "replay",
-        "strategies", "summary_buffer",
+        "HookError", "ImageChat", "ImageText", "Interleaved", "Job", "Join", "Layout", "Learn", "LoadingPlan",
+        "Mixture", "OverlordError", "PlanError", "ReaderError", "ReportMissing", "SampleId", "Scaling", "Service",
+        "ServiceLost", "Source", "SourceError", "SpecError", "StateError", "StoreError", "Text", "ToleranceError",
+        "Video", "balance", "connect", "constructor_do_plan", "costs", "hooks", "launch", "load_job", "loader_do_plan",
+        "plan_raw", "replay", "strategies", "summary_buffer",
     }  # fmt: skip
     assert all(getattr(overlord, name).__doc__ for name in overlord.__all__)
 
@@ -229,16 +229,19 @@ def test_the_lazy_face_is_complete():
 
 
 IMAGES = "patch merge temporal size resize min_pixels max_pixels image_token before after augment exif_transpose "
-IMAGES += "jpeg_scaling extra_formats"
+IMAGES += "jpeg_scaling extra_formats folder"
 
 
 def test_job_fields_grow_deliberately():
     fields = {
         "Job": "sources mixture tokenizer batch seed overlength lag max_steps drop_last",
-        "Source": "name path sample weight lengths shuffle_bytes tolerance format config split storage_options",
+        "Source": "name path sample weight lengths shuffle_bytes order_by join tolerance format config split "
+        "storage_options",
+        "Join": "path columns by key missing format config split storage_options",
         "Batch": "context_length global_tokens global_samples microbatch_tokens microbatches",
         "Text": "kind column tokenized special_tokens bos eos",
         "Chat": "kind messages template loss tools process deadline",
+        "ImageChat": f"kind messages template loss tools process deadline images marker {IMAGES}",
         "ImageText": f"kind image text width height {IMAGES}",
         "Interleaved": f"kind images text marker parts special_tokens {IMAGES}",
         "Augment": "flip crop ratio brightness contrast",

@@ -31,8 +31,10 @@ REST = {
 SECTIONS: dict[str, type[Spec]] = {
     "Job": ol.Job,
     "Source": ol.Source,
+    "Join": ol.Join,
     "Text": ol.Text,
     "Chat": ol.Chat,
+    "Chat with images": ol.ImageChat,
     "Image and text": ol.ImageText,
     "Interleaved": ol.Interleaved,
     "Augment": ol.Augment,

@@ -28,7 +28,19 @@ from overlord.core.spec_errors import MOST_PROBLEMS, Loc, Locate, did_you_mean, 
 from overlord.errors import OverlordError, SpecError, joined
 from overlord.job.hook_specs import HOOK_KINDS, search_beside
 from overlord.job.spec_model import Spec, describe_schema
-from overlord.job.specs import Audio, Chat, Custom, ImageText, Interleaved, Job, Source, Text, Video
+from overlord.job.specs import (
+    Audio,
+    Chat,
+    Custom,
+    ImageChat,
+    ImageSpec,
+    ImageText,
+    Interleaved,
+    Job,
+    Source,
+    Text,
+    Video,
+)
 from overlord.launch_spec import Launch, LaunchOptions
 from overlord.planning.strategies import written_strategy
 
@@ -349,10 +361,10 @@ def _sample_keys(sample: Spec) -> dict[str, Any]:
     aside = {n: getattr(sample, n) for n, field in type(sample).model_fields.items() if field.exclude and n in given}
     keys = {n: getattr(sample, n) for n in ("kind", *sample.positional)}
     keys |= sample.model_dump(mode="json", exclude_unset=True) | aside
-    if isinstance(sample, Interleaved):
+    if isinstance(sample, (Interleaved, ImageChat)) and sample.images:
         keys["images"] = sample.images[0] if len(sample.images) == 1 else list(sample.images)
-        if sample.parts is not None:  # instead of a text with markers
-            del keys["text"]
+    if isinstance(sample, Interleaved) and sample.parts is not None:  # instead of a text with markers
+        del keys["text"]
     return keys
 
 
@@ -397,8 +409,8 @@ def write_job_schema(path: str | os.PathLike[str]) -> None:
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 
-_KINDS = (Text, Chat, ImageText, Interleaved, Audio, Video)
-_NO_CELLS = ("sample", "storage_options", "augment")
+_KINDS = (Text, Chat, ImageChat, ImageText, Interleaved, Audio, Video)
+_NO_CELLS = ("sample", "storage_options", "augment", "join")
 """Fields that are mappings, which a cell cannot hold."""
 _TOKENS = ("bos", "eos", "image_token", "video_token", "audio_token", "before", "after")
 """Fields that take a token by its text or by its id."""
@@ -463,9 +475,16 @@ def resolve_path(path: str, folder: Path) -> str:
 def resolve_source(source: Source, folder: Path) -> Source:
     """Return a source whose paths are seen from a folder."""
     changes: dict[str, Any] = {"path": tuple(resolve_path(p, folder) for p in source.path)}
-    sample = source.sample
+    if source.join is not None:
+        paths = tuple(resolve_path(p, folder) for p in source.join.path)
+        changes["join"] = source.join.model_copy(update={"path": paths})
+    sample, inner = source.sample, dict[str, Any]()
     if isinstance(sample, Chat) and sample.template is not None and sample.template.endswith(".jinja"):
-        changes["sample"] = sample.model_copy(update={"template": resolve_path(sample.template, folder)})
+        inner["template"] = resolve_path(sample.template, folder)
+    if isinstance(sample, ImageSpec) and sample.folder is not None:
+        inner["folder"] = resolve_path(sample.folder, folder)
+    if inner:
+        changes["sample"] = sample.model_copy(update=inner)
     return source.model_copy(update=changes)
 
 

@@ -496,7 +496,7 @@ def test_the_schema_knows_the_short_forms() -> None:
         for one in job_file_schema()["$defs"]["Source"]["properties"]["sample"]["anyOf"]
         if "required" in one
     }
-    assert sorted(forms) == ["audio", "chat", "image_text", "interleaved", "text", "video"]
+    assert sorted(forms) == ["audio", "chat", "image_chat", "image_text", "interleaved", "text", "video"]
     assert {"chat", "messages", "template", "loss"} <= forms["chat"]
     assert "kind" not in forms["chat"]
 

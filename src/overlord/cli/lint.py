@@ -284,6 +284,8 @@ def _turned(count: int, rows: int) -> str:
 
 def _shuffle(one: Opened, facts: Sequence[_FileFacts]) -> list[Finding]:
     """Tell what a shuffle costs where blocks are large, and where it has too few of them to merge."""
+    if one.source.order_by is not None:
+        return []
     budget, blocks, size = one.source.shuffle_bytes, sum(f.blocks for f in facts), sum(f.bytes for f in facts)
     if any(f.is_cut for f in facts):
         spilled, largest = sum(f.bytes for f in facts if f.spills), max(f.largest for f in facts)

@@ -21,7 +21,7 @@ from rich.text import Text as Words
 from overlord.cli.sources import Opened, OpenSource, first_rows, token_words
 from overlord.core.ragged import Ragged, RowBatch
 from overlord.core.samples import BAD, SKIP, SOUNDS, SampleId
-from overlord.job.specs import Audio, Chat, Custom, ImageSpec, Interleaved, Text, Video
+from overlord.job.specs import Audio, Chat, Custom, ImageChat, ImageSpec, Interleaved, Text, Video
 from overlord.reports.pages import render_file
 from overlord.reports.summary import number, size
 from overlord.roles.source_loader import fit_context
@@ -89,7 +89,7 @@ def decode_items(one: Opened, measured: Measured, planned: Int64s, left_out: Boo
         return
     sizes = decoder.item_bytes(media.grids)
     scratch = np.empty(int(sizes.max(initial=0)), np.uint8)
-    many = isinstance(one.source.sample, Interleaved)
+    many = isinstance(one.source.sample, (Interleaved, ImageChat))
     rows = np.repeat(np.arange(len(media.rows) - 1), np.diff(media.rows)).tolist()
     for item, row in enumerate(rows):
         if media.bad[item]:

@@ -18,7 +18,19 @@ from overlord.core.ragged import RowBatch, num_rows, slice_rows
 from overlord.core.samples import BAD, FILE_SHIFT, OVERLONG, SKIP
 from overlord.core.spec_errors import did_you_mean, list_some
 from overlord.errors import OverlordError, SpecError
-from overlord.job.specs import Audio, Chat, Custom, ImageSpec, ImageText, Interleaved, Job, Source, Text, Video
+from overlord.job.specs import (
+    Audio,
+    Chat,
+    Custom,
+    ImageChat,
+    ImageSpec,
+    ImageText,
+    Interleaved,
+    Job,
+    Source,
+    Text,
+    Video,
+)
 from overlord.readers.index import IndexCache
 from overlord.readers.source_files import LengthSidecars, SourceFiles
 from overlord.reports.pages import Row, terminal_table
@@ -447,7 +459,7 @@ def context_notes(
     """
     cuts, length = job.overlength == "truncate", job.batch.context_length
     # A cut in front of an image leaves less than the context.
-    known = {s.name for s in job.sources if cuts and (full[s.name] or isinstance(s.sample, Interleaved))}
+    known = {s.name for s in job.sources if cuts and (full[s.name] or isinstance(s.sample, (Interleaved, ImageChat)))}
     asked = [s for s in job.sources if s.name in known or skipped[s.name]]
     # A user's function may crash, and only loaders have somewhere to run it.
     functions = [s.name for s in asked if isinstance(s.sample, Custom) and s.name in known]
@@ -564,7 +576,7 @@ def borders_left_out(one: Opened) -> tuple[str, str] | None:
 def has_borders(one: Opened, measured: Measured) -> bool:
     """Whether the text of measured rows itself has the tokens that `borders_left_out` names."""
     pair = borders_left_out(one)
-    if pair is None or one.tokenizer is None or not isinstance(one.source.sample, Interleaved):
+    if pair is None or one.tokenizer is None or not isinstance(one.source.sample, (Interleaved, ImageChat)):
         return False
     return bool((ragged_column(measured.kept, "tokens").values == one.tokenizer.find(pair[0])).any())
 

@@ -13,6 +13,8 @@ Rules of this file (the law, "Order"):
 5. Nothing crosses an epoch. Groups are numbered window << 24 | number in the window, with bit 23 set in a window
    that is cut: a cursor made before such windows were cut (or with another `shuffle_bytes`) names no group of it.
 
+6. A source that is ordered by a column (`SortedOrder`) has the same order in every epoch; a group is a run of it.
+
 How a cursor is resolved: `windows` needs only the sizes of the files. The group number names a window; the files of
 that window are indexed, their blocks permuted and grouped (`_make_groups`), and the group number selects a group.
 `Group.locate` then maps offsets in the group to rows. Only one epoch's windows and one window's groups are kept.
@@ -43,6 +45,8 @@ WHOLE_BLOCKS = 64
 ROW_COST = 16
 """Bytes of a row beside its own when its group is permuted in memory: an entry in two arrays."""
 NO_GROUP = -1
+SORTED_ROWS = 4096
+"""Rows of a group of a source that is ordered by a column."""
 BEGIN = -2
 """In a cursor: the first group of an epoch. A source that is not drawn keeps it, so that nothing is indexed."""
 _GROUP_BITS = 24
@@ -106,6 +110,8 @@ class Group:
     row_bytes: float
     num_rows: int
     """Rows of the whole group."""
+    numbers: Int64s | None = None
+    """Row numbers (file << 32 | row) in the order of the group, where its rows are taken one by one, not by blocks."""
     _cache: dict[int, tuple[Int64s, Int64s]] = field(default_factory=dict, repr=False, compare=False)
 
     def locate(self, start: int, count: int) -> tuple[Int64s, Int64s]:
@@ -313,6 +319,71 @@ class SourceOrder:
                 )
             )
         return groups
+
+
+class SortedOrder(SourceOrder):
+    """The order of a source by a column: a run of rows is a group, whatever files and blocks they are in.
+
+    Example:
+        >>> rows = np.array([4, 0, 2])
+        >>> order = SortedOrder("web", [DataFile("a", 100)], rows=lambda: rows, index=lambda file: None)
+        >>> order.group(0, order.first_group(0)).numbers.tolist(), order.next_group(0, 0) == NO_GROUP
+        ([4, 0, 2], True)
+    """
+
+    def __init__(
+        self, source: str, files: Sequence[DataFile], *, rows: Callable[[], Int64s], index: Callable[[int], FileBlocks]
+    ) -> None:
+        """Describe the order; `rows` returns all row numbers (file << 32 | row), sorted, when they are needed."""
+        super().__init__(0, source, files, shuffle_bytes=0, index=index)
+        self._sort = rows
+        self._sorted: Int64s | None = None
+
+    @property
+    def _rows(self) -> Int64s:
+        if self._sorted is None:
+            self._sorted = self._sort()
+        return self._sorted
+
+    def forget(self) -> None:
+        super().forget()
+        self._sorted = None
+
+    def first_group(self, epoch: int) -> int:
+        return 0 if len(self._rows) else NO_GROUP
+
+    def has_group(self, epoch: int, group: int) -> bool:
+        return 0 <= group * SORTED_ROWS < len(self._rows)
+
+    def group(self, epoch: int, group: int) -> Group:
+        found = self._group
+        if found is None or found[1] != group:
+            found = self._group = (epoch, group, self._run(group))
+        return found[2]
+
+    def next_group(self, epoch: int, group: int) -> int:
+        return group + 1 if self.has_group(epoch, group + 1) else NO_GROUP
+
+    def files_of(self, epoch: int, group: int, *, ahead: int = 0) -> Int64s:
+        """Return no files: rows are sorted, and found in their files, without looking at blocks."""
+        return np.empty(0, np.int64)
+
+    def _run(self, group: int) -> Group:
+        numbers = self._rows[group * SORTED_ROWS : (group + 1) * SORTED_ROWS]
+        none = np.empty(0, np.int64)
+        return Group(
+            key=0,
+            files=none,
+            blocks=none,
+            first=none,
+            rows=none,
+            is_part=np.empty(0, np.bool_),
+            whole=True,
+            shuffled=False,
+            row_bytes=sum(file.size for file in self._files) / len(self._rows),
+            num_rows=len(numbers),
+            numbers=numbers,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,9 +183,10 @@ def expand_ranges(starts: npt.NDArray[np.integer], lengths: npt.NDArray[np.integ
 
 BAD_COLUMN = "__bad__"
 """An int16 column that every reader adds: 0 for a good row, else why it is bad: `NOT_PARSED`, `NOT_WHOLE`,
-`no_value(k)` or `other_kind(k)`, where k counts the requested columns."""
+`NO_PARTNER`, `no_value(k)` or `other_kind(k)`, where k counts the requested columns."""
 NOT_PARSED = 1
 NOT_WHOLE = -1
+NO_PARTNER = -2
 
 
 def no_value(column: int) -> int:
@@ -213,6 +214,8 @@ def unread_rows(rows: RowBatch) -> list[tuple[int, str]]:
         column, other = divmod(int(marks[row]) - no_value(0), 2)
         if int(marks[row]) == NOT_WHOLE:
             found.append((row, "it is damaged: its columns do not add up to its size, or its checksum is another"))
+        elif int(marks[row]) == NO_PARTNER:
+            found.append((row, "no row of the joined dataset has the key of this row"))
         elif int(marks[row]) == NOT_PARSED or column >= len(columns):
             found.append((row, "the line is not a JSON object in UTF-8"))
         elif other:

@@ -1,10 +1,11 @@
-"""What a row of a source is: `Text`, `Chat`, `ImageText`, `Interleaved`, `Audio`, `Video`, `Custom`; and how many
-frames, patches and tokens the header of an image, sound or clip promises.
+"""What a row of a source is: `Text`, `Chat`, `ImageChat`, `ImageText`, `Interleaved`, `Audio`, `Video`, `Custom`; and
+how many frames, patches and tokens the header of an image, sound or clip promises.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -116,6 +117,10 @@ class ImageSpec(Spec):
     """Whether images are turned as their EXIF data say, as transformers' load_image does; else they stay as stored."""
     jpeg_scaling: Annotated[bool, Field(exclude_if=lambda is_set: not is_set)] = False
     """Whether a JPEG that is to become small is decoded at 1/2, 1/4 or 1/8 of its size: faster, and other pixels."""
+    folder: Takes[Word | None, str | os.PathLike[str] | None] = spec_field(
+        default=None, exclude_if=lambda folder: folder is None
+    )
+    """Folder or URL from which images are read where the data hold their paths; without it paths are bad samples."""
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -175,7 +180,7 @@ class ImageText(ImageSpec):
     kind: Annotated[Literal["image_text"], Field(repr=False)] = "image_text"
     """The kind of sample."""
     image: Word = Field(default="jpg", kw_only=False)
-    """Column that holds the encoded image."""
+    """Column that holds the encoded image: its bytes, base64, a data: URL, or with `folder` its path."""
     text: Word = Field(default="txt", kw_only=False)
     """Column that holds the text."""
     width: Word | None = None
@@ -660,6 +665,34 @@ class Chat(Spec):
     """Seconds after which a worker that has not answered is taken for hung."""
 
 
+class ImageChat(Chat, ImageSpec):
+    """A row is one conversation with images: a Chat whose messages show images.
+
+    A message's content is a list of parts, text and images ({"type": "image"}, {"type": "image_url", ..}), or text
+    with a marker where each image goes. The image of a part is in the part itself (base64, a data: URL, a path), or it
+    is the next one of the row's `images`, as are those of markers. Images do not count in the loss.
+
+    Example:
+        >>> ImageChat("conversations", images="image", folder="coco/", patch=14, merge=2)
+        ImageChat('conversations', patch=14, merge=2, folder='coco/', images=('image',))
+    """
+
+    kind: Annotated[Literal["image_chat"], Field(repr=False)] = "image_chat"  # type: ignore[assignment]
+    """The kind of sample."""
+    images: Takes[
+        Annotated[
+            tuple[Word, ...],
+            BeforeValidator(
+                lambda given: _as_columns(given) if given != () else (), json_schema_input_type=str | list[str]
+            ),
+        ],
+        str | Sequence[str],
+    ] = spec_field(default=())
+    """Columns with the images of a row, if they are not all in its messages: a list of images, or columns of one."""
+    marker: Word = "<image>"
+    """Where an image of the row goes in a message that is plain text."""
+
+
 def _as_border_token(value: object) -> object:
     if isinstance(value, bool) or (isinstance(value, str) and value):
         return value
@@ -751,6 +784,7 @@ class Custom(Spec):
 _KINDS: dict[str, type[Spec]] = {
     "text": Text,
     "chat": Chat,
+    "image_chat": ImageChat,
     "image_text": ImageText,
     "interleaved": Interleaved,
     "audio": Audio,
@@ -789,7 +823,8 @@ def _as_sample(value: object) -> object:
             if key in data:
                 raise conflict(f"given twice, here and by {only}: one would be lost. Give it once", key)
         data = {**fields, **data, "kind": only}
-    kind = data.get("kind", next((kind for key, kind in _TELLING.items() if key in data), "text"))
+    told = "image_chat" if {"messages", "images"} <= data.keys() else None
+    kind = data.get("kind", told or next((kind for key, kind in _TELLING.items() if key in data), "text"))
     if kind == "custom":
         raise Fault(
             "a custom sample is a Python function, which a file of keys and values cannot hold. Use a Python "
@@ -815,7 +850,9 @@ _Short = Annotated[
 ]
 
 Sample = Annotated[
-    Text | Chat | ImageText | Interleaved | Audio | Video | SkipJsonSchema[Custom],
-    BeforeValidator(_as_sample, json_schema_input_type=Text | Chat | ImageText | Interleaved | Audio | Video | _Short),
+    Text | Chat | ImageChat | ImageText | Interleaved | Audio | Video | SkipJsonSchema[Custom],
+    BeforeValidator(
+        _as_sample, json_schema_input_type=Text | Chat | ImageChat | ImageText | Interleaved | Audio | Video | _Short
+    ),
 ]
 """Any kind of sample."""

@@ -22,6 +22,7 @@ from overlord.job.sample_specs import (
     Augment,
     Chat,
     Custom,
+    ImageChat,
     ImageSpec,
     ImageText,
     Interleaved,
@@ -65,6 +66,71 @@ def _as_paths(value: object) -> object:
     return cast("Any", value)
 
 
+def _as_joined(value: object) -> object:
+    if isinstance(value, str):
+        value = [value]
+    if isinstance(value, Mapping):
+        return dict(cast("Mapping[str, Any]", value)) or _as_joined([])
+    if not isinstance(value, (list, tuple)) or not value or not all(isinstance(one, str) for one in cast("Any", value)):
+        raise Fault(
+            "this must be a column, a list of columns, or a mapping of new names to columns; nothing would be joined. "
+            'Write columns=["embedding"] or columns={"embedding": "vector"}'
+        )
+    return {str(one): str(one) for one in cast("Any", value)}
+
+
+class Join(Spec):
+    """Columns of another dataset beside those of a source: by row, or by a key.
+
+    Example:
+        >>> Join("embeddings/*.parquet", ["vector"], by="id")
+        Join(('embeddings/*.parquet',), {'vector': 'vector'}, by='id')
+    """
+
+    path: Takes[
+        Annotated[tuple[Word, ...], BeforeValidator(_as_paths, json_schema_input_type=str | list[str])],
+        str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    ] = spec_field(kw_only=False)
+    """File, glob, folder or URL of the other dataset, or a list of them."""
+    columns: Takes[
+        Annotated[
+            dict[Word, Word], BeforeValidator(_as_joined, json_schema_input_type=str | list[str] | dict[str, str])
+        ],
+        str | Sequence[str] | Mapping[str, str],
+    ] = spec_field(kw_only=False)
+    """Its columns that are joined: a list, or a mapping of new names to columns."""
+    by: Word | None = None
+    """Column of the source with the key; none joins row by row, in the order of the files."""
+    key: Word | None = None
+    """Column of the other dataset with the key; by default as `by`."""
+    missing: Literal["bad", "error"] = "bad"
+    """What a row without a partner is: a bad sample, or an error at launch."""
+    format: Word | None = None
+    """File format of the other dataset, where it cannot be told from the names."""
+    config: Word | None = None
+    """Configuration of the other dataset, as of a source."""
+    split: Word | None = None
+    """Split of the other dataset, as of a source."""
+    storage_options: Takes[dict[str, Any], Mapping[str, Any]] = spec_field(default={}, repr=False)
+    """Options of its filesystem."""
+
+    @property
+    def other_key(self) -> str:
+        """The column of the other dataset with the key."""
+        return self.key or self.by or ""
+
+    @model_validator(mode="after")
+    def _check_key(self) -> Join:
+        for name, given in (("key", self.key is not None), ("missing", self.missing != "bad")):
+            if given and self.by is None:
+                raise conflict(
+                    f"{getattr(self, name)!r} would not be used: without by= rows are joined by their numbers. Give "
+                    f"the column of the source that holds the key as by=, or leave {name} out",
+                    name,
+                )
+        return self
+
+
 class Source(Spec):
     """One place samples come from: files of one kind with one kind of row.
 
@@ -93,6 +159,12 @@ class Source(Spec):
         int | str,
     ] = spec_field(default=4 * 2**20)
     """Memory of the shuffle, as bytes or "16MB"; 0 keeps the order of the files."""
+    order_by: Word | None = Field(default=None, exclude_if=lambda column: column is None)  # older states still fit
+    """Column of numbers by which rows are ordered in every epoch, smallest first; "-column" for largest first."""
+    join: Takes[Join | None, Join | Mapping[str, Any] | None] = spec_field(
+        default=None, exclude_if=lambda join: join is None
+    )
+    """Columns of another dataset, by row or by key, which the sample may name like the source's own."""
     tolerance: Annotated[
         float, real(0, 1, "it is the share of samples that may be bad. Write 0.01 for one in a hundred")
     ] = 0.01
@@ -116,6 +188,32 @@ class Source(Spec):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_join(self) -> Source:
+        if self.join is not None and self.lengths == "sidecar":
+            raise conflict(
+                "a sidecar would not notice another joined dataset, and its lengths could be wrong. Leave lengths out, "
+                "or name a column that holds them",
+                "lengths",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Source:
+        if self.order_by == "-":
+            raise conflict(
+                "'-' names no column; rows would have no order. Write a column, or -column for largest first",
+                "order_by",
+            )
+        usual = type(self).model_fields["shuffle_bytes"].default
+        if self.order_by is not None and self.shuffle_bytes not in (0, usual):
+            raise conflict(
+                f"{self.shuffle_bytes} would not be used: order_by={self.order_by!r} keeps the order of that column, "
+                "and rows are not shuffled. Leave one of them out",
+                "shuffle_bytes",
+            )
+        return self
+
 
 # --------------------------------------------------------------------------------------------------------------
 
@@ -126,10 +224,12 @@ __all__ = [
     "Batch",
     "Chat",
     "Custom",
+    "ImageChat",
     "ImageSpec",
     "ImageText",
     "Interleaved",
     "Job",
+    "Join",
     "Learn",
     "Mixture",
     "Sample",
@@ -415,7 +515,10 @@ def stream_parts(job: Job, *, tokenizer_digest: str, listings: Mapping[str, str]
 
 def _source_digest(source: Source, listing: str) -> str:
     """Return "how it is read:which files": two digests, so that a refusal can tell which of them changed."""
-    how = source.model_dump(mode="json", include={"sample", "lengths", "shuffle_bytes", "format"})
+    fields = {"sample", "lengths", "shuffle_bytes", "format", "order_by", "join"}
+    how = source.model_dump(
+        mode="json", include=fields, exclude={"sample": {"folder"}, "join": {"path", "storage_options"}}
+    )
     texts = (json.dumps(how, sort_keys=True, separators=(",", ":")), listing)
     return ":".join(hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in texts)
 

@@ -16,7 +16,7 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ class IndexCache:
         """Folder for spilled blocks; its files are unnamed and vanish when they are closed."""
         # Threads that want the same file get the same lock; files may share a lock.
         self._locks = [threading.Lock() for _ in range(_NUM_LOCKS)]
+        self._table_lock = threading.Lock()  # building a table indexes files
 
     def index(self, file: StoredFile, reader: Reader, columns: Sequence[str]) -> BlockIndex:
         """Return the index of a file, built now if it is not in the folder.
@@ -84,13 +85,36 @@ class IndexCache:
         """Return the index of a file if it is in the folder, else None."""
         return _load(self._path(file, reader, columns))
 
+    def table(self, key: Sequence[object], build: Callable[[], npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+        """Return an array of whole numbers that follows from a key: mapped, and built now if it is not in the folder.
+
+        Raises:
+            SourceError: It cannot be built, or not be written.
+        """
+        name = _digest_of(key)
+        path = self._folder / name[:2] / f"{name}.table"
+        with self._table_lock:
+            found = read_array(path, np.int64, map_from=_MAP_FROM_BYTES)
+            if found is None:
+                self._write(path, build()[None])
+                found = read_array(path, np.int64, map_from=_MAP_FROM_BYTES)
+        if found is None:
+            raise SourceError(
+                f"{path} was written and cannot be read back; it would be built again for every read. Check that the "
+                "disk is not full, or choose another cache folder."
+            )
+        return found[0]
+
     def _path(self, file: StoredFile, reader: Reader, columns: Sequence[str]) -> Path:
         key = _entry_key(file, reader.name, columns)
         return self._folder / key[:2] / f"{key}.index"
 
     def _store(self, path: Path, index: BlockIndex) -> None:
+        self._write(path, np.stack([index.rows, index.bytes, index.start, index.stop, index.first_row]))
+
+    def _write(self, path: Path, table: npt.NDArray[np.int64]) -> None:
         try:
-            write_array(path, np.stack([index.rows, index.bytes, index.start, index.stop, index.first_row]))
+            write_array(path, table)
         except OSError as error:
             raise SourceError(
                 f"cannot write the index {path}: {reason_of(error)}; every start would index all files "
@@ -130,11 +154,20 @@ def _build(file: StoredFile, reader: Reader, columns: Sequence[str]) -> BlockInd
                 raise unreadable(file, reason_of(error)) from error
 
 
-def _entry_key(file: StoredFile, format: str, columns: Sequence[str]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+def file_identity(file: StoredFile) -> tuple[object, ...]:
+    """Return all that tells one version of a file from others."""
     kind = "local" if file.is_local else file.path.split("://", 1)[0]
     beside = (file.beside.location, file.beside.size, file.beside.mtime_ns) if file.beside else ()
-    for part in (_VERSION, format, kind, file.location, file.size, file.mtime_ns, *beside, *sorted(set(columns))):
+    return (kind, file.location, file.size, file.mtime_ns, *beside)
+
+
+def _entry_key(file: StoredFile, format: str, columns: Sequence[str]) -> str:
+    return _digest_of([_VERSION, format, *file_identity(file), *sorted(set(columns))])
+
+
+def _digest_of(parts: Iterable[object]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
         text = str(part).encode("utf-8", "surrogateescape")
         digest.update(b"%d:" % len(text) + text)
     return digest.hexdigest()

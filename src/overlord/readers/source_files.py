@@ -7,6 +7,7 @@ the stream.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
 import importlib
@@ -16,24 +17,37 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from overlord.core.order import FileBlocks
-from overlord.core.ragged import Kind, RowBatch, num_rows, slice_rows
+from overlord.core.ragged import (
+    BAD_COLUMN,
+    NOT_PARSED,
+    NOT_WHOLE,
+    Kind,
+    RowBatch,
+    concat_rows,
+    num_rows,
+    offsets_of,
+    slice_rows,
+    take_rows,
+)
+from overlord.core.samples import FILE_SHIFT
 from overlord.errors import OverlordError, ReaderError, SourceError, SpecError
 from overlord.job.specs import Source
 from overlord.readers.arrow import ArrowReader
 from overlord.readers.dataset_card import split_files
 from overlord.readers.files import StoredFile, format_of_name, list_files, verify_unchanged
-from overlord.readers.index import IndexCache, build_indices, read_array, write_array
+from overlord.readers.index import IndexCache, build_indices, file_identity, read_array, write_array
 from overlord.readers.jsonl import JsonlReader, why_no_row
 from overlord.readers.mds import MdsReader
 from overlord.readers.megatron_files import MegatronReader
 from overlord.readers.parquet import ParquetReader
 from overlord.readers.reader import BlockIndex, Reader, Rows, missing_column, reason_of, unreadable
-from overlord.readers.spill import SpilledBlocks, SpillPlace, spill_rows
+from overlord.readers.spill import SpilledBlocks, SpilledFiles, SpillPlace, spill_rows
 from overlord.readers.tar_shards import TarReader
 from overlord.storage import StorageOptions
 
@@ -60,6 +74,36 @@ _FIRST_PAUSE_S = 0.25
 _KINDS_FILES = 8
 """How many files are searched for a column before it counts as missing."""
 _KEPT_INDICES = 16
+_SORT_BATCH_ROWS = 8192
+
+
+class Join(Protocol):
+    """Columns that come from another dataset; `readers/join.py` has them."""
+
+    def kinds(self, own: dict[str, Kind]) -> dict[str, Kind]:
+        """Return the kinds of all columns, given those of the source's own."""
+        ...
+
+    def prepare(self) -> None:
+        """Check what concerns all rows."""
+        ...
+
+    def attach(self, batch: RowBatch, numbers: npt.NDArray[np.int64]) -> RowBatch:
+        """Return rows, given by their numbers too, with the joined columns."""
+        ...
+
+    @property
+    def row_bytes(self) -> int:
+        """About how many bytes they add to a row."""
+        ...
+
+    def listing_digest(self) -> str:
+        """Return a hash of the other dataset's files."""
+        ...
+
+    def forget(self) -> None:
+        """Drop what is held in memory."""
+        ...
 
 
 class SourceFiles:
@@ -76,6 +120,7 @@ class SourceFiles:
         cache: Where the indices of the files are kept, and row groups too large to be held in memory.
         isolate: Wraps the reader so that it runs in other processes, which a damaged file may crash; None reads in
             the caller.
+        join: Makes the columns that come from another dataset, given these files with their own columns.
         pause: Sleeps between attempts after an I/O error.
 
     Raises:
@@ -95,6 +140,7 @@ class SourceFiles:
         split: str | None = None,
         storage_options: StorageOptions | None = None,
         isolate: Callable[[Reader], Reader] | None = None,
+        join: Callable[[SourceFiles], Join] | None = None,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self.name = name
@@ -112,6 +158,10 @@ class SourceFiles:
         self._kinds: dict[str, Kind] | None = None
         self._indices: OrderedDict[int, BlockIndex] = OrderedDict()
         self._spilled = SpilledBlocks()
+        self._spilled_files = SpilledFiles()
+        self.join: Join | None = None
+        if join is not None:
+            self.join = join(copy.copy(self))
 
     @property
     def total_bytes(self) -> int:
@@ -124,7 +174,11 @@ class SourceFiles:
             return self._reader.columns(file)
 
     def kinds(self) -> dict[str, Kind]:
-        """Return the kind of each column that is read: the same for every batch of every file.
+        """Return the kind of each column that is read: the same for every batch of every file."""
+        return self._own_kinds() if self.join is None else self.join.kinds(self._own_kinds())
+
+    def _own_kinds(self) -> dict[str, Kind]:
+        """Return the kinds of the columns that are read from these files.
 
         JSON has no schema, so the first files are searched in turn; a column that is null or an empty list in
         all of their heads counts as bytes.
@@ -143,13 +197,13 @@ class SourceFiles:
 
     def indexed(self, file_number: int) -> FileBlocks | None:
         """Return the blocks of a file if it is in the cache, else None; the file is not read."""
-        index = self._cache.find(self.files[file_number], self._reader, list(self.kinds()))
+        index = self._cache.find(self.files[file_number], self._reader, list(self._own_kinds()))
         return None if index is None else self._file_blocks(file_number, index)
 
     def prepare(self, file_numbers: Sequence[int]) -> None:
         """Index the files that are not in the cache, in parallel."""
         files = [self.files[number] for number in file_numbers]
-        columns = list(self.kinds())
+        columns = list(self._own_kinds())
         missing = [file for file in files if self._cache.find(file, self._reader, columns) is None]
         if len(missing) > 1:
             build_indices(self._cache, missing, self._reader, columns)
@@ -159,6 +213,9 @@ class SourceFiles:
         with self._lock:
             self._indices.clear()
         self._spilled.forget()
+        self._spilled_files.forget()
+        if self.join is not None:
+            self.join.forget()
 
     def spills_parts(self, file_number: int) -> bool:
         """Return whether a block of a file that is read in parts must first be spilled to disk."""
@@ -181,6 +238,17 @@ class SourceFiles:
             ReaderError: The file has changed, is gone, or cannot be read after four attempts; or the disk of the
                 cache is full.
         """
+        if self.join is not None:
+            number = (file_number << FILE_SHIFT) + self.row_base(file_number, block) + skip
+            for batch in self._stream_own(file_number, block, skip, stop, batch_rows):
+                yield self.join.attach(batch, np.arange(number, number + num_rows(batch)))
+                number += num_rows(batch)
+            return
+        yield from self._stream_own(file_number, block, skip, stop, batch_rows)
+
+    def _stream_own(
+        self, file_number: int, block: int, skip: int, stop: int | None, batch_rows: int
+    ) -> Iterator[RowBatch]:
         file, index = self.files[file_number], self._index(file_number)
         end = int(index.rows[block]) if stop is None else stop
         # `at` is the next row; every batch moves it on and resets the attempts, so that a retry begins where the stream
@@ -214,7 +282,7 @@ class SourceFiles:
         file, index, reader = self.files[file_number], self._index(file_number), self._reader
 
         def decode(rows: int, skip: int, scratch: Path | None) -> Rows:
-            columns = self.kinds()
+            columns = self._own_kinds()
             yield from reader.stream(file, index, block, columns=columns, skip=skip, batch_rows=rows, scratch=scratch)
 
         spilled = self._spilled.find((file_number, block)) if stop is not None else None
@@ -233,6 +301,127 @@ class SourceFiles:
         if spilled is not None:
             yield from spilled.rows(start, stop or 0, batch_rows)
 
+    def take(self, numbers: npt.NDArray[np.int64]) -> RowBatch:
+        """Return rows by their numbers (file << 32 | row), in this order; a number may come twice.
+
+        In a format that cannot seek, the files of these rows are decoded once and spilled to disk as a whole.
+
+        Raises:
+            ReaderError: As of `stream`.
+        """
+        wanted, places = np.unique(numbers, return_inverse=True)
+        files = wanted >> FILE_SHIFT
+        parts: list[RowBatch] = []
+        for file in np.unique(files).tolist():
+            rows = wanted[files == file] & ((1 << FILE_SHIFT) - 1)
+            # Rows that follow each other are read together.
+            runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+            parts += [part for run in runs for part in self._run_of_rows(file, int(run[0]), int(run[-1]) + 1)]
+        found = take_rows(concat_rows(parts), places)
+        return found if self.join is None else self.join.attach(found, numbers)
+
+    def _run_of_rows(self, file_number: int, start: int, stop: int) -> Iterator[RowBatch]:
+        file, index = self.files[file_number], self._index(file_number)
+        if not self._reader.seeks(file):
+            place = SpillPlace(self._cache.scratch, file.path, int(index.bytes.sum()))
+            size = spill_rows(int(index.bytes.sum()) / max(1, int(index.rows.sum())))
+            spilled = self._spilled_files.rows(file_number, lambda: self._all_own_rows(file_number, size), place)
+            yield from spilled.rows(start, stop, stop - start)
+            return
+        while start < stop:
+            block = int(np.searchsorted(index.first_row, start, side="right")) - 1
+            first = int(index.first_row[block])
+            end = min(stop, first + int(index.rows[block]))
+            yield from self._stream_own(file_number, block, start - first, end - first, end - start)
+            start = end
+
+    def all_rows(self, file_number: int, batch_rows: int) -> Rows:
+        """Yield all rows of a file, block by block."""
+        for block in range(len(self._index(file_number).rows)):
+            yield from self.stream(file_number, block, batch_rows=batch_rows)
+
+    def _all_own_rows(self, file_number: int, batch_rows: int) -> Rows:
+        for block in range(len(self._index(file_number).rows)):
+            yield from self._stream_own(file_number, block, 0, None, batch_rows)
+
+    def rows_before(self) -> npt.NDArray[np.int64]:
+        """Return how many rows are in the files before each file, and in all; indexes all files."""
+        self.prepare(range(len(self.files)))
+        return offsets_of([int(self._index(number).rows.sum()) for number in range(len(self.files))])
+
+    def table(self, what: Sequence[object], build: Callable[[], npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+        """Return an array of whole numbers that follows from these files, from the cache or built now."""
+        identities = [part for file in self.files for part in file_identity(file)]
+        return self._cache.table([*what, self.format, *identities], build)
+
+    def with_columns(self, columns: Sequence[str]) -> SourceFiles:
+        """Return the same files with other columns to read."""
+        other = copy.copy(self)
+        other._wanted, other._kinds = list(columns), None
+        other._lock, other._indices = threading.Lock(), OrderedDict()
+        other._spilled, other._spilled_files = SpilledBlocks(), SpilledFiles()
+        other.join = None
+        return other
+
+    def check_sortable(self, order_by: str) -> None:
+        """Refuse a column that rows cannot be ordered by, as far as its type tells.
+
+        Raises:
+            SourceError: It is missing, or does not hold numbers.
+        """
+        column = order_by.removeprefix("-")
+        try:
+            kind = self.with_columns([column]).kinds()[column]
+        except SourceError as error:
+            raise SourceError(f"source {self.name!r}: order_by={order_by!r}: {error}") from error
+        if kind not in ("int", "float"):
+            raise SourceError(
+                f"source {self.name!r}: order_by={order_by!r} holds {kind!r} values, and rows are ordered by numbers; "
+                "they would have no order. Name a column of whole numbers or fractions."
+            )
+
+    def sorted_rows(self, order_by: str) -> npt.NDArray[np.int64]:
+        """Return the numbers (file << 32 | row) of all rows, ordered by a column; ties by file and row.
+
+        The column of every file is read once; the result is kept in the cache, and mapped. Rows that are damaged as a
+        whole have no value and come last.
+
+        Raises:
+            SourceError: The column is missing, or a row has no number in it.
+        """
+        return self.table(["sorted rows", order_by], lambda: self._sort_rows(order_by))
+
+    def _sort_rows(self, order_by: str) -> npt.NDArray[np.int64]:
+        column, source = order_by.removeprefix("-"), self.with_columns([order_by.removeprefix("-")])
+        values: list[npt.NDArray[Any]] = []
+        numbers: list[npt.NDArray[np.int64]] = []
+        damaged: list[npt.NDArray[np.int64]] = []
+        for file in range(len(self.files)):
+            row = file << FILE_SHIFT
+            for batch in source.all_rows(file, _SORT_BATCH_ROWS):
+                found, marks = np.asarray(batch[column]), np.asarray(batch[BAD_COLUMN])
+                rows = row + np.arange(len(marks))
+                unread = (marks == NOT_PARSED) | (marks == NOT_WHOLE)
+                wrong = ~unread & ((marks != 0) | (np.isnan(found) if found.dtype.kind == "f" else False))
+                if wrong.any():
+                    first = int(rows[wrong][0]) - (file << FILE_SHIFT)
+                    raise SourceError(
+                        f"source {self.name!r}: order_by={order_by!r}: row {first} of "
+                        f"{self.files[file].path} has no number in this column (null, NaN or another type); the row "
+                        "would have no place. Write a number into every row, or name another column."
+                    )
+                values.append(found[~unread])
+                numbers.append(rows[~unread])
+                damaged.append(rows[unread])
+                row += len(marks)
+        if not values:
+            return np.empty(0, np.int64)
+        # Falling values are sorted from behind, so that ties stay in the order of the files.
+        joined, falling = np.concatenate(values), order_by.startswith("-")
+        order = np.argsort(joined[::-1] if falling else joined, kind="stable")
+        order = len(joined) - 1 - order[::-1] if falling else order
+        return np.concatenate([np.concatenate(numbers)[order], *damaged])
+
     def listing_digest(self) -> str:
         """Return a hash of the names and sizes of the files, on which the stream depends.
 
@@ -250,17 +439,20 @@ class SourceFiles:
         for name, size, beside in names:
             sizes = f"{size}" if beside is None else f"{size}+{beside}"
             digest.update(f"{len(name)}:{name}:{sizes};".encode("utf-8", "surrogateescape"))
+        if self.join is not None:
+            digest.update(self.join.listing_digest().encode())
         return digest.hexdigest()
 
     def _file_blocks(self, file_number: int, index: BlockIndex) -> FileBlocks:
-        return FileBlocks(index.rows, index.bytes, self._reader.divides(self.files[file_number]))
+        more = 0 if self.join is None else self.join.row_bytes
+        return FileBlocks(index.rows, index.bytes + more * index.rows, self._reader.divides(self.files[file_number]))
 
     def _index(self, file_number: int) -> BlockIndex:
         with self._lock:
             if file_number in self._indices:
                 self._indices.move_to_end(file_number)
                 return self._indices[file_number]
-        index = self._cache.index(self.files[file_number], self._reader, list(self.kinds()))
+        index = self._cache.index(self.files[file_number], self._reader, list(self._own_kinds()))
         with self._lock:
             self._indices[file_number] = index
             if len(self._indices) > _KEPT_INDICES:
@@ -315,6 +507,8 @@ class NoFiles(SourceFiles):
         self._kinds = {}
         self._indices = OrderedDict()
         self._spilled = SpilledBlocks()
+        self._spilled_files = SpilledFiles()
+        self.join = None
 
     def listing_digest(self) -> str:
         """Return a constant: the files may be gone."""

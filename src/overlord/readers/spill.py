@@ -19,6 +19,7 @@ import mmap
 import shutil
 import tempfile
 import threading
+import weakref
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
@@ -110,6 +111,10 @@ class SpilledBlock:
         self._mapped = mapped
         self._batches = batches
         self._first_rows = first_rows
+
+    def move_to(self, mapped: mmap.mmap) -> None:
+        """Read from another mapping of the same file."""
+        self._mapped = mapped
 
     @property
     def num_rows(self) -> int:
@@ -210,6 +215,45 @@ class SpilledBlocks:
                 size -= self._blocks.popitem(last=False)[1].nbytes
 
 
+class SpilledFiles:
+    """Whole files of one source in one spill, so that any row of them is reached at once. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._handle: Any = None
+        self._end = 0
+        self._files: dict[int, SpilledBlock] = {}
+
+    def rows(self, file: int, decode: Callable[[], Rows], place: SpillPlace) -> SpilledBlock:
+        """Return the rows of a file, which is decoded and written when it is first asked for.
+
+        Raises:
+            ReaderError: The folder cannot be written, or its disk is full.
+        """
+        with self._lock:
+            if file not in self._files:
+                if self._handle is None:
+                    self._handle = _scratch_file(place)
+                    weakref.finalize(self, self._handle.close)
+                with contextlib.closing(decode()) as batches:
+                    batches_at, first_rows, self._end = _append(self._handle, batches, place, self._end)
+                with _disk_errors(place):
+                    self._handle.flush()
+                    mapped = mmap.mmap(self._handle.fileno(), 0, access=mmap.ACCESS_READ)
+                self._files[file] = SpilledBlock(mapped, batches_at, first_rows)
+                for block in self._files.values():  # one mapping for all: each holds a descriptor
+                    block.move_to(mapped)
+            return self._files[file]
+
+    def forget(self) -> None:
+        """Drop all files; the disk is freed when no thread reads them any more."""
+        with self._lock:
+            if self._handle is not None:
+                self._handle.close()
+            self._handle, self._end = None, 0
+            self._files.clear()
+
+
 def most_kept(total: int, largest: int) -> int:
     """Return how many bytes the spilled blocks of a source take on disk, at most.
 
@@ -229,26 +273,39 @@ def _write(batches: Rows, place: SpillPlace) -> SpilledBlock | None:
     return block
 
 
-def _write_batches(batches: Iterator[RowBatch], place: SpillPlace) -> SpilledBlock | None:
+def _scratch_file(place: SpillPlace) -> Any:
+    with _disk_errors(place):
+        place.folder.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryFile(dir=place.folder)
+
+
+def _append(
+    handle: Any, batches: Iterator[RowBatch], place: SpillPlace, end: int
+) -> tuple[list[tuple[tuple[Column, ...], array[int]]], list[int], int]:
+    """Write rows behind those of a file; return the arguments of a SpilledBlock of them, and the new end."""
     columns: tuple[Column, ...] = ()
     written: list[tuple[tuple[Column, ...], array[int]]] = []
-    first_rows, end = [0], 0
-    with contextlib.ExitStack() as stack:
-        with _disk_errors(place):
-            place.folder.mkdir(parents=True, exist_ok=True)
-            handle = stack.enter_context(tempfile.TemporaryFile(dir=place.folder))
-        for batch in batches:  # errors of the decoder are not errors of the disk
-            found = tuple((name, _values(column).dtype, isinstance(column, Ragged)) for name, column in batch.items())
-            columns = columns if columns == found else found  # one tuple for all batches
-            begins = array("q")
-            for part in _arrays(batch):
-                begins.append(end)
-                with _disk_errors(place):
-                    handle.write(part.data)
-                    handle.write(bytes(-part.nbytes % _ALIGNMENT))
-                end += part.nbytes + -part.nbytes % _ALIGNMENT
-            written.append((columns, begins))
-            first_rows.append(first_rows[-1] + num_rows(batch))
+    first_rows = [0]
+    with _disk_errors(place):
+        handle.seek(end)  # what was written behind it belongs to an attempt that failed
+    for batch in batches:  # errors of the decoder are not errors of the disk
+        found = tuple((name, _values(column).dtype, isinstance(column, Ragged)) for name, column in batch.items())
+        columns = columns if columns == found else found  # one tuple for all batches
+        begins = array("q")
+        for part in _arrays(batch):
+            begins.append(end)
+            with _disk_errors(place):
+                handle.write(part.data)
+                handle.write(bytes(-part.nbytes % _ALIGNMENT))
+            end += part.nbytes + -part.nbytes % _ALIGNMENT
+        written.append((columns, begins))
+        first_rows.append(first_rows[-1] + num_rows(batch))
+    return written, first_rows, end
+
+
+def _write_batches(batches: Iterator[RowBatch], place: SpillPlace) -> SpilledBlock | None:
+    with _scratch_file(place) as handle:
+        written, first_rows, end = _append(handle, batches, place, 0)
         if not end:
             return None
         with _disk_errors(place):

@@ -187,6 +187,10 @@ class Blocks(Protocol):
         """Yield the rows of a block in file order; with `stop`, those of a part of it."""
         ...
 
+    def take(self, numbers: Int64s) -> RowBatch:
+        """Return rows by their numbers (file << 32 | row), in this order."""
+        ...
+
     def row_base(self, file: int, block: int) -> int:
         """Return the first row of a block, counted from the start of its file."""
         ...
@@ -215,6 +219,10 @@ class GroupReader:
 
     def read(self, count: int) -> tuple[RowBatch, Int64s]:
         """Return the next rows of the group and their row numbers (file << 32 | row)."""
+        if self.group.numbers is not None:
+            numbers = self.group.numbers[self.offset : self.offset + count]
+            self.offset += len(numbers)
+            return self._files.take(numbers), numbers
         slots, rows = self.group.locate(self.offset, count)
         self.offset += len(slots)
         batch = self._read_whole(slots, rows) if self.group.whole else self._read_streams(slots, rows)

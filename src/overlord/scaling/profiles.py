@@ -482,7 +482,9 @@ def cost_digest(source: Source, listing: str, tokenizer_digest: str, placement: 
 
     `listing` is the digest of its list of files, `placement` where media are decoded, as the launch says.
     """
-    how = source.model_dump(mode="json", include={"path", "sample", "lengths", "format", "shuffle_bytes"})
+    how = source.model_dump(
+        mode="json", include={"path", "sample", "lengths", "format", "shuffle_bytes", "order_by", "join"}
+    )
     texts = (json.dumps([how, placement], sort_keys=True), listing, tokenizer_digest)
     return ":".join(hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in texts)
 

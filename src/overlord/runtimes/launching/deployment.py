@@ -16,7 +16,7 @@ import numpy as np
 
 from overlord.core.draw import Limits
 from overlord.core.messages import SourceFacts
-from overlord.core.order import BEGIN, DataFile, SourceOrder
+from overlord.core.order import BEGIN, DataFile, SortedOrder, SourceOrder
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.ragged import Kind, Ragged, RowBatch, gather_runs
 from overlord.core.samples import FILE_SHIFT, Cursor
@@ -32,6 +32,7 @@ from overlord.planning.checking import run_strategy
 from overlord.planning.strategies import backbone_balance
 from overlord.planning.warm import warm_kernels, warm_launch
 from overlord.readers.index import IndexCache
+from overlord.readers.join import JoinedColumns
 from overlord.readers.reader import Reader
 from overlord.readers.source_files import LengthSidecars, NoFiles, SourceFiles
 from overlord.roles.data_constructor import DataConstructor
@@ -57,6 +58,7 @@ from overlord.transforms.microbatches.positions import mrope_positions
 from overlord.transforms.microbatches.step_samples import Opening
 from overlord.transforms.samples.audio import log_mel
 from overlord.transforms.samples.chat import inline_templates, loss_in_spans
+from overlord.transforms.samples.image_values import ImageValues
 from overlord.transforms.samples.images import normalize_patches, warm_images
 from overlord.transforms.samples.per_sample import Isolate, SampleTransform, Workers
 from overlord.transforms.samples.pooled import pooled_transform
@@ -180,20 +182,25 @@ def try_sources(
         nonlocal done
         source, transform = item
         extra = (source.lengths,) if source.lengths not in (None, "sidecar") else ()
-        columns = tuple(dict.fromkeys((*transform.columns, *extra)))
+        wanted = tuple(dict.fromkeys((*transform.columns, *extra)))
         found: SourceFiles | OverlordError
         try:
+            ImageValues.of(source).check()
+            columns, join = joined_columns(source, wanted, cache, isolate)
             found = SourceFiles(
                 source.name,
                 source.path,
                 format=source.format,
-                columns=columns or None,
+                columns=columns,
+                join=join,
                 config=source.config,
                 split=source.split,
                 storage_options=source.storage_options,
                 cache=cache,
                 isolate=isolate,
             )
+            if source.order_by is not None:
+                found.check_sortable(source.order_by)
             check_kinds(source, found.kinds())  # a missing or wrong column shows here, before anything runs
         except OverlordError as error:
             found = named_error(source, error)
@@ -203,6 +210,37 @@ def try_sources(
         return found
 
     return workers.map(open_one, list(zip(sources, transforms, strict=True)))
+
+
+def joined_columns(
+    source: Source, wanted: Sequence[str], cache: IndexCache, isolate: IsolateReader | None
+) -> tuple[list[str] | None, Callable[[SourceFiles], JoinedColumns] | None]:
+    """Return which columns are read from a source's own files (None: all), and what makes those of its join."""
+    spec = source.join
+    if spec is None:
+        return list(wanted) or None, None
+    unused = [name for name in spec.columns if wanted and name not in wanted]
+    if unused:
+        raise SpecError(
+            f"source {source.name!r}: join.columns: {unused[0]!r} is not read by the sample ({', '.join(wanted)}); it "
+            "would be joined for nothing. Name it in the sample, or leave it out."
+        )
+    other = SourceFiles(
+        f"{source.name}.join",
+        spec.path,
+        format=spec.format,
+        columns=list(dict.fromkeys(spec.columns.values())),
+        config=spec.config,
+        split=spec.split,
+        storage_options=spec.storage_options,
+        cache=cache,
+        isolate=isolate,
+    )
+    own = [name for name in wanted if name not in spec.columns]
+    keeps_key = spec.by is None or not wanted or spec.by in own
+    if wanted and not keeps_key:
+        own.append(spec.by or "")  # the last one, as `JoinedColumns` takes it
+    return own if wanted else None, lambda files: JoinedColumns(spec, files, other, keeps_key=keeps_key)
 
 
 def named_error(source: Source, error: OverlordError) -> OverlordError:
@@ -255,6 +293,9 @@ _KIND_WORDS: dict[Kind, str] = {
 
 def order_of(job: Job, source: Source, files: SourceFiles) -> SourceOrder:
     """Return the order of one source."""
+    column = source.order_by
+    if column is not None:
+        return SortedOrder(source.name, listing_of(files), rows=lambda: files.sorted_rows(column), index=files.blocks)
     return SourceOrder(
         job.seed,
         source.name,
@@ -277,9 +318,13 @@ def index_first_windows(
     tasks: list[tuple[SourceFiles, int]] = []
     for number, opened in files.items():
         if weights[number] > 0:
+            if opened.join is not None:
+                opened.join.prepare()
             order = order_of(job, job.sources[number], opened)
             epoch, group, _ = cursors[number]
             tasks += [(opened, int(file)) for file in order.files_of(epoch, max(group, 0))]
+            if isinstance(order, SortedOrder):
+                order.first_group(epoch)  # sorts the source, unless that is in the cache: a wrong value shows here
     done = 0
 
     def index_one(task: tuple[SourceFiles, int]) -> None:

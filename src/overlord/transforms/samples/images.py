@@ -32,6 +32,7 @@ from overlord.core.samples import BAD, SKIP, derive, hash64
 from overlord.errors import SpecError
 from overlord.job.sample_specs import IMAGE_FORMATS
 from overlord.job.specs import Augment, ImageSpec, ImageText, Interleaved, image_grid
+from overlord.transforms.samples.image_values import ImageValues, listed_images
 from overlord.transforms.samples.per_sample import (
     STAND_IN_TOKEN,
     Bools,
@@ -417,8 +418,9 @@ def plan_grids(spec: ImageSpec, widths: Int64s, heights: Int64s, seeds: UInt64s,
 class ImageTextTransform(ItemThenText):
     """One image and its text."""
 
-    def __init__(self, spec: ImageText, tokenizer: TextTokenizer) -> None:
+    def __init__(self, spec: ImageText, tokenizer: TextTokenizer, values: ImageValues | None = None) -> None:
         self._spec = spec
+        self._values = values or ImageValues()
         super().__init__(spec, "image", tokenizer)
         self.columns = tuple(c for c in (spec.image, spec.text, spec.width, spec.height) if c)
         self.decoder = ImageDecoder(spec)
@@ -426,7 +428,8 @@ class ImageTextTransform(ItemThenText):
     def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
         text = self._text.measure(rows, lengths, seeds)
         bad = (text.flags & BAD) > 0
-        images = ragged_column(rows, self._spec.image)
+        images, unknown = self._values.find_all(ragged_column(rows, self._spec.image), bad)
+        text.faults += unknown
         widths, heights = self._sizes(rows, images, bad, text.faults)
         grids = plan_grids(self._spec, widths, heights, seeds, bad)
         return self._measured(text, bad, images, grids[:, 1] * grids[:, 2] // self._spec.merge**2, grids, seeds)
@@ -461,11 +464,61 @@ class _Layout:
     """Which of its row's images each one is."""
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredImages:
+    """The images of some rows, one entry for each image, row after row."""
+
+    encoded: Ragged
+    owner: Int64s
+    """The row of each."""
+    seeds: UInt64s
+    grids: Int64s
+    placeholders: Int64s
+    bad: Bools
+
+    @classmethod
+    def of(
+        cls, spec: ImageSpec, values: ImageValues | None, images: Ragged, items: Int64s, seeds: UInt64s
+    ) -> tuple[MeasuredImages, list[Fault]]:
+        """Measure the images of rows by their headers; `items` is how many each row has, `seeds` are of the rows.
+
+        `values` finds what is given as text; None where all are bytes of images.
+        Returns them and (row, reason) of those that are bad: they are measured as one token.
+        """
+        owner = np.repeat(np.arange(len(items)), items)
+        numbers = np.arange(len(owner)) - np.repeat(offsets_of(items)[:-1], items)
+        item_seed = item_seeds(seeds[owner], numbers)
+        bad = np.zeros(len(owner), np.bool_)
+        encoded, unknown = values.find_all(images, bad) if values is not None else (images, [])
+        widths, heights, unreadable = _read_sizes(spec, encoded, bad)
+        grids = plan_grids(spec, widths, heights, item_seed, bad)
+        placeholders = grids[:, 1] * grids[:, 2] // spec.merge**2
+        faults = [(int(owner[one]), f"image {int(numbers[one])}: {reason}") for one, reason in unknown + unreadable]
+        return cls(encoded, owner, item_seed, grids, placeholders, bad), faults
+
+    def keep(self, chosen: Bools) -> MeasuredImages:
+        """Return some of the images."""
+        if chosen.all():
+            return self
+        at = np.flatnonzero(chosen)
+        return MeasuredImages(
+            self.encoded.take(at), self.owner[at], self.seeds[at], self.grids[at], self.placeholders[at], self.bad[at]
+        )
+
+    def columns(self, rows: int, start: Int64s) -> RowBatch:
+        """Return the columns of so many kept rows that hold these images, each with its first placeholder."""
+        items = np.bincount(self.owner, minlength=rows)
+        joined = Ragged(self.encoded.values, self.encoded.offsets[offsets_of(items)])
+        return media_columns(joined, items=items, nbytes=self.encoded.lengths, start=start, length=self.placeholders,
+                             grid=self.grids, seeds=self.seeds)  # fmt: skip
+
+
 class InterleavedTransform:
     """Texts and images in any order."""
 
-    def __init__(self, spec: Interleaved, tokenizer: TextTokenizer) -> None:
+    def __init__(self, spec: Interleaved, tokenizer: TextTokenizer, values: ImageValues | None = None) -> None:
         self._spec = spec
+        self._values = values or ImageValues()
         self._tokenizer = tokenizer
         self._image = ItemTokens.of(spec, "image", tokenizer)
         nothing = np.empty(0, np.int32)
@@ -478,28 +531,20 @@ class InterleavedTransform:
         """Measure rows; all text is tokenized here, so known `lengths` are not used."""
         broken = np.asarray(rows[BAD_COLUMN], np.bool_).copy()
         faults: list[Fault] = unread_rows(rows)
-        images, have = _row_images(rows, self._spec.images)
+        images, have = row_images(rows, self._spec.images)
         layout = self._lay_out(rows, have, broken, faults)
-        encoded, nbytes = _chosen_images(images, have.sum(axis=1), layout)
-        owner = np.repeat(np.arange(len(broken)), layout.items)
-        numbers = np.arange(len(owner)) - np.repeat(offsets_of(layout.items)[:-1], layout.items)
-        item_seed = item_seeds(seeds[owner], numbers)
-        single = Ragged(encoded.values, encoded.offsets[0] + offsets_of(nbytes))
-        stand_in = np.zeros(len(single), np.bool_)
-        widths, heights, unreadable = _read_sizes(self._spec, single, stand_in)
-        faults.extend((int(owner[item]), f"image {int(numbers[item])}: {reason}") for item, reason in unreadable)
+        chosen = _chosen_images(images, have.sum(axis=1), layout)
+        found, unreadable = MeasuredImages.of(self._spec, self._values, chosen, layout.items, seeds)
+        faults += unreadable
         bad = broken.copy()
-        bad[owner[stand_in]] = True
-        grids = plan_grids(self._spec, widths, heights, item_seed, stand_in)
-        placeholders = grids[:, 1] * grids[:, 2] // self._spec.merge**2
-        tokens, loss, start, empty = self._join(layout, placeholders, broken)
+        bad[found.owner[found.bad]] = True
+        tokens, loss, start, empty = self._join(layout, found.placeholders, broken)
         loss.values[np.repeat(bad, loss.lengths)] = 0
         kept: RowBatch = {"tokens": tokens, "loss": loss, "empty": empty}
-        kept |= media_columns(encoded, items=layout.items, nbytes=nbytes, start=start, length=placeholders, grid=grids,
-                              seeds=item_seed)  # fmt: skip
+        kept |= found.columns(len(bad), start)
         return Measured(
             tokens=tokens.lengths,
-            image_tokens=np.bincount(owner, placeholders, len(bad)).astype(np.int64),
+            image_tokens=np.bincount(found.owner, found.placeholders, len(bad)).astype(np.int64),
             images=layout.items,
             flags=(np.where(bad, BAD, 0) | np.where(empty & ~bad, SKIP, 0)).astype(np.int32),
             kept=kept,
@@ -624,18 +669,20 @@ def _image_number(named: object, columns: Sequence[str], have: Sequence[int]) ->
     raise RowFault(f"a part wants image {named!r}, the row has {sum(have)} images")
 
 
-def _row_images(rows: RowBatch, columns: Sequence[str]) -> tuple[Ragged, Int64s]:
+def row_images(rows: RowBatch, columns: Sequence[str]) -> tuple[Ragged, Int64s]:
     """Return all images, one ragged row each, sample by sample; and how many each sample has in each column."""
     parts: list[Ragged] = []
     counts: list[Int64s] = []
     for column in columns:
         data = ragged_column(rows, column)
-        sizes = data.lengths
         many = rows.get(sizes_column(column))
         if isinstance(many, Ragged):
-            sizes = flat(many)
-        counts.append(many.lengths if isinstance(many, Ragged) else np.ones(len(data), np.int64))
-        parts.append(Ragged(data.values, data.offsets[0] + offsets_of(sizes)))
+            parts.append(Ragged(data.values, data.offsets[0] + offsets_of(flat(many))))
+            counts.append(many.lengths)
+        else:
+            items, count = listed_images(data)
+            parts.append(items)
+            counts.append(count)
     have = np.stack(counts, axis=1)
     if len(parts) == 1:
         return parts[0], have
@@ -643,12 +690,10 @@ def _row_images(rows: RowBatch, columns: Sequence[str]) -> tuple[Ragged, Int64s]
     return Ragged.concat(parts).take(np.argsort(owner, kind="stable")), have
 
 
-def _chosen_images(images: Ragged, have: Int64s, layout: _Layout) -> tuple[Ragged, Int64s]:
-    """Return the bytes of all images that each sample uses, concatenated, and the bytes of each image."""
+def _chosen_images(images: Ragged, have: Int64s, layout: _Layout) -> Ragged:
+    """Return the images that each sample uses, sample after sample."""
     chosen = np.repeat(offsets_of(have)[:-1], layout.items) + layout.picks
-    if not np.array_equal(chosen, np.arange(len(images))):
-        images = images.take(chosen)
-    return Ragged(images.values, images.offsets[offsets_of(layout.items)]), images.lengths
+    return images if np.array_equal(chosen, np.arange(len(images))) else images.take(chosen)
 
 
 def _around(tokenizer: TextTokenizer) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:

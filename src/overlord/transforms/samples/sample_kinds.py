@@ -12,9 +12,10 @@ import numpy.typing as npt
 from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, num_rows, sizes_column, unread_rows
 from overlord.core.samples import BAD, SKIP
 from overlord.errors import SpecError
-from overlord.job.specs import Audio, Chat, Custom, ImageText, Interleaved, Job, Source, Spec, Text, Video
+from overlord.job.specs import Audio, Chat, Custom, ImageChat, ImageText, Interleaved, Job, Source, Spec, Text, Video
 from overlord.transforms.samples.audio import AudioTransform
-from overlord.transforms.samples.chat import ChatTransform
+from overlord.transforms.samples.chat import ChatTransform, ImageChatTransform
+from overlord.transforms.samples.image_values import ImageValues
 from overlord.transforms.samples.images import ImageTextTransform, InterleavedTransform
 from overlord.transforms.samples.per_sample import (
     STAND_IN_TOKEN,
@@ -61,6 +62,11 @@ def make_transform(source: Source, tokenizer: TextTokenizer | None, isolate: Iso
             f"source {source.name!r}: its text must be tokenized, but the job has no tokenizer; set tokenizer= to a "
             "tokenizer.json, or give a column that holds token ids and Text(..., tokenized=True)."
         )
+    if isinstance(spec, ImageChat):
+        return ImageChatTransform(spec, tokenizer, ImageValues.of(source), isolate)
+    if isinstance(spec, (ImageText, Interleaved)):
+        images = ImageTextTransform if isinstance(spec, ImageText) else InterleavedTransform
+        return images(spec, tokenizer, ImageValues.of(source))  # type: ignore[arg-type]
     if isinstance(spec, Chat):
         return ChatTransform(spec, tokenizer, isolate)
     return _TRANSFORMS[type(spec)](spec, tokenizer)
@@ -68,8 +74,6 @@ def make_transform(source: Source, tokenizer: TextTokenizer | None, isolate: Iso
 
 _TRANSFORMS: dict[type[Spec], Callable[[Any, TextTokenizer], SampleTransform]] = {
     Text: TextTransform,
-    ImageText: ImageTextTransform,
-    Interleaved: InterleavedTransform,
     Audio: AudioTransform,
     Video: VideoTransform,
 }
