@@ -189,6 +189,8 @@ def pack_microbatch(
         "meta.loss_tokens": labels,
         "meta.order": plan.order(bucket, microbatch),
     }
+    if plan.offload is not None:
+        scalars["meta.offload"] = plan.offload_of(bucket, microbatch)
     if sharing.of > 1:
         first = bucket * sharing.of if sharing.part is None else bucket - sharing.part  # of all DP x CP places
         cut = "zigzag" if one.rows and plan.slicing == "whole_zigzag" else plan.slicing  # of rows it means the same
