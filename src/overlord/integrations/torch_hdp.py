@@ -330,8 +330,11 @@ def _tell_failure(rank: int) -> None:
         return
 
     def told(kind: Any, error: BaseException, trace: Any) -> None:
+        why = _failed_rank()
         if not isinstance(error, KeyboardInterrupt):
             _record_failure(f"rank {rank} ended with {kind.__name__}: {error}")
+        if why and not isinstance(error, ServiceLost):  # such as from FSDP, which gathers in the user's own forward
+            error.add_note(f"{why}, before this rank ended.")
         before(kind, error, trace)
 
     told.tells_failure = True  # type: ignore[attr-defined]
