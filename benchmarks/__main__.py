@@ -191,8 +191,8 @@ BENCHMARKS = (
         "ring",
         what="on one GPU at 64k tokens: `ring_attention` of one rank, all blocks of a ring of four, the error of a "
         "ring, and four layers with half of their activations on the host: time and peak of memory; the figure is the "
-        "worst of them as a share of what its bar allows (1.02, 1.15, 2, 1.03, 0.73), also with all of them there at 128k "
-        "tokens (1.05)",
+        "worst of them as a share of what its bar allows (1.02, 1.15, 2, 1.03, 0.73), also with all of them there at "
+        "128k tokens (1.05)",
         against="torch's own flash attention of the whole sequence, and the same layers without offloading",
         figure="worst_share_of_what_the_bars_allow",
         bar="bar",
