@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
+import importlib.util
 import json
 import subprocess
 import sys
@@ -44,10 +45,21 @@ class Benchmark:
     log: bool = False
     limit_of: str | None = None
     """The figure that the bar is a share of in the plot; none where the bar is in the plot's unit."""
+    needs: str = ""
+    """What it needs that not every machine has: "cuda", or a module; it is left out where that is missing."""
     steps: str = ""
     """Title of a second plot: the figure `rows`, step by step; none where it is empty."""
     more_steps: tuple[tuple[str, str, str], ...] = ()
     """Of each further plot of that kind: its title, its unit, and the figure that it shows."""
+
+    @property
+    def missing(self) -> str:
+        """What it needs and this machine does not have; empty where it can run."""
+        if self.needs == "cuda":
+            torch = importlib.import_module("torch") if importlib.util.find_spec("torch") else None
+            return "" if torch is not None and torch.cuda.is_available() else "a CUDA device"
+        found = not self.needs or importlib.util.find_spec(self.needs.partition(".")[0]) is not None
+        return "" if found else self.needs
 
     def passed(self, figures: dict[str, Any]) -> bool:
         """Tell whether the bar is reached."""
@@ -156,6 +168,70 @@ BENCHMARKS = (
         quick=("--quick",),
     ),
     Benchmark(
+        "hybrid",
+        what="the slowest rank of `hdp()` plans of lognormal lengths for 16, 64 and 256 ranks, over what no placement "
+        "can beat, by megatron-core's own cost s² / cp; and the time to plan",
+        against="megatron-core's `BalancedCPScheduler`, installed and run: its groups with a barrier behind each, as "
+        "Megatron runs them, and without",
+        figure="worst_over_bound",
+        bar="bar",
+        at_least=False,
+        unit="×",
+        plot_title="The slowest of 256 ranks over the bound",
+        plot_unit="× the bound",
+        plotted=(
+            ("overlord", "ours_over_bound_256_ranks", ""),
+            ("Megatron", "megatron_over_bound_256_ranks", ""),
+            ("Megatron without barriers", "megatron_without_barriers_256_ranks", ""),
+        ),
+        quick=(),
+        needs="megatron.core",
+    ),
+    Benchmark(
+        "ring",
+        what="on one GPU at 64k tokens: `ring_attention` of one rank, all blocks of a ring of four, the error of a "
+        "ring, and four layers with half of their activations on the host: time and peak of memory; the figure is the "
+        "worst of them as a share of what its bar allows (1.02, 1.15, 2, 1.03, 0.73), also with all of them there at "
+        "128k tokens (1.05)",
+        against="torch's own flash attention of the whole sequence, and the same layers without offloading",
+        figure="worst_share_of_what_the_bars_allow",
+        bar="bar",
+        at_least=False,
+        unit="×",
+        plot_title="Time over one call of flash attention, and over layers without offloading",
+        plot_unit="×",
+        plotted=(
+            ("one rank", "cp1_over_flash", ""),
+            ("a ring of four", "ring4_over_flash", ""),
+            ("half on the host, time", "offload_0.5_time", ""),
+            ("half on the host, peak", "offload_0.5_peak", ""),
+        ),
+        quick=("--tokens", "512", "--rounds", "1"),
+        needs="cuda",
+    ),
+    Benchmark(
+        "replay",
+        what="the step of `hdp()` on 16 ranks, from every rank's microbatches of a long-tailed mix, timed one by one "
+        "on one GPU (links, gradients and optimizer are left out)",
+        against="the mean of its ranks, which no order of them can beat; and `vanilla` and `backbone_balance`, "
+        "replayed alike",
+        figure="hdp_step_over_mean",
+        bar="bar",
+        at_least=False,
+        unit="×",
+        plot_title="Time of a step of four layers",
+        plot_unit="ms",
+        plotted=(
+            ("vanilla", "vanilla_step_ms", ""),
+            ("backbone_balance", "backbone_balance_step_ms", ""),
+            ("hdp", "hdp_step_ms", ""),
+            ("mean of the ranks", "hdp_mean_ms", ""),
+        ),
+        quick=("--quick", "--rounds", "1"),
+        limit_of="hdp_mean_ms",
+        needs="cuda",
+    ),
+    Benchmark(
         "planning",
         what="a step of 300,000 samples of 306 sources for 4,096 ranks × 8 microbatches: drawn, balanced, "
         "checked, digested, journaled, written as one block, and every loader's and constructor's part cut",
@@ -210,6 +286,43 @@ BENCHMARKS = (
         ),
         quick=("--quick",),
         limit_of="loader_kb_per_sample",
+    ),
+    Benchmark(
+        "sharing",
+        what="bytes that 8 hosts of 8 ranks hold of a step of image-text samples at pp=4, cp=4 (the paper's figure 14)",
+        against="a loader for each rank, which holds its samples and microbatches whole",
+        figure="ratio",
+        bar="bar",
+        at_least=False,
+        unit="×",
+        plot_title="Bytes that hosts hold over those of a loader for each rank",
+        plot_unit="×",
+        plotted=(
+            ("pp=1, cp=1", "pp1_cp1", ""),
+            ("pp=1, cp=4", "pp1_cp4", ""),
+            ("pp=4, cp=1", "pp4_cp1", ""),
+            ("pp=4, cp=4", "pp4_cp4", ""),
+        ),
+        quick=(),
+    ),
+    Benchmark(
+        "formats",
+        what="tokens/s of rows of about 500 tokens from a Megatron dataset and from MDS, the slower of both; and the "
+        "start of a service on a Megatron dataset of 10 million documents",
+        against="the same rows as Parquet; the same start with 1,000 documents",
+        figure="ratio",
+        bar="bar",
+        at_least=True,
+        unit="×",
+        plot_title="Tokens per second that a client takes",
+        plot_unit="tokens/s",
+        plotted=(
+            ("Megatron .bin", "megatron_tokens_per_s", ""),
+            ("MDS", "mds_tokens_per_s", ""),
+            ("Parquet", "parquet_tokens_per_s", ""),
+        ),
+        quick=("--documents", "20000", "--seconds", "0.5", "--rounds", "1"),
+        limit_of="parquet_tokens_per_s",
     ),
     Benchmark(
         "fetch",
@@ -371,10 +484,14 @@ def main() -> int:
     options = parser.parse_args()
     out: Path = options.out or (HERE / "data" if options.quick else HERE)
     found: dict[str, dict[str, Any] | None] = {}
-    chosen = [one for one in BENCHMARKS if options.only is None or one.name in options.only]
+    asked = [one for one in BENCHMARKS if options.only is None or one.name in options.only]
+    for benchmark in asked:
+        if benchmark.missing:
+            print(f"{benchmark.name}: left out, it needs {benchmark.missing}", file=sys.stderr)
+    chosen = [one for one in asked if not one.missing]
     for benchmark in chosen:
         found[benchmark.name] = run(benchmark, options.quick)
-    report = write_report(out, found, options.quick)
+    report = write_report(out, found, options.quick, whole=options.only is None)
     done = all(figures is not None for figures in found.values())
     passed = done and all(b.passed(found[b.name] or {}) for b in chosen)
     print(f"report: {report}", file=sys.stderr)
@@ -399,35 +516,43 @@ def run(benchmark: Benchmark, quick: bool) -> dict[str, Any] | None:
     return figures
 
 
-def write_report(out: Path, found: dict[str, dict[str, Any] | None], quick: bool) -> Path:
+def write_report(out: Path, found: dict[str, dict[str, Any] | None], quick: bool, *, whole: bool) -> Path:
     """Write REPORT.md and the plots beside it; return the path of the report.
 
-    A benchmark that was not run keeps its row and its section.
+    A benchmark that was not run keeps its row and its section; where it has none, it gets one that says what it needs.
     """
     plots, report = out / "plots", out / "REPORT.md"
     plots.mkdir(parents=True, exist_ok=True)
-    whole = len(found) == len(BENCHMARKS)
-    before = report.read_text(encoding="utf-8").splitlines() if report.exists() and not whole else []
-    lines = ["# Benchmarks", "", before[2] if before else _where(), ""]
+    before = report.read_text(encoding="utf-8").splitlines() if report.exists() else []
+    lines = ["# Benchmarks", "", before[2] if before and not whole else _where(), ""]
     if quick:
         lines += ["**A quick run: it shows that the benchmarks work. Its figures mean nothing.**", ""]
     lines += ["Both sides of every figure were measured in one run. `make bench` measures them again.", ""]
     lines += ["| benchmark | measured | bar | verdict |", "|---|---|---|---|"]
     for benchmark in BENCHMARKS:
         old = [line for line in before if line.startswith(f"| [{benchmark.name}](")]
-        lines += [_table_row(benchmark, found[benchmark.name], quick)] if benchmark.name in found else old
+        why = f"not run: it needs {benchmark.missing}" if benchmark.missing else "not run"
+        unknown = old or [f"| [{benchmark.name}](#{benchmark.name}) | – | – | {why} |"]
+        lines += [_table_row(benchmark, found[benchmark.name], quick)] if benchmark.name in found else unknown
     for benchmark in BENCHMARKS:
         if benchmark.name in found:
             section = _section(benchmark, found[benchmark.name], plots)
             lines += section if whole else [*section[:3], f"Run by itself: {_where()}", "", *section[3:]]
         else:
-            lines += _old_section(before, benchmark.name)
+            lines += _old_section(before, benchmark.name) or _told(benchmark)
     report.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return report
 
 
-def _section(benchmark: Benchmark, figures: dict[str, Any] | None, plots: Path) -> list[str]:
+def _told(benchmark: Benchmark) -> list[str]:
+    """Return the section of a benchmark that was never run."""
     lines = ["", f"## {benchmark.name}", "", f"Measured: {benchmark.what}.", "", f"Against: {benchmark.against}."]
+    why = f" It needs {benchmark.missing}, which this machine does not have." if benchmark.missing else ""
+    return [*lines, "", f"Not run yet.{why} `python -m benchmarks.{benchmark.name}` runs it."]
+
+
+def _section(benchmark: Benchmark, figures: dict[str, Any] | None, plots: Path) -> list[str]:
+    lines = _told(benchmark)[:-2]
     if figures is None:
         return [*lines, "", "It failed; there are no figures."]
     (plots / f"{benchmark.name}.svg").write_text(benchmark.plot(figures), encoding="utf-8")

@@ -26,6 +26,8 @@ CAP, LONGEST = 8192, 16
 """Tokens that a rank may hold, and ranks that the longest sequence may need."""
 SIZES = {16: 300, 64: 1500, 256: 6000}
 """Sequences of a step, by ranks."""
+BAR = 1.012
+"""The most that the slowest rank may have over what no placement can beat."""
 
 Int64s = npt.NDArray[np.int64]
 
@@ -113,8 +115,10 @@ def main() -> None:
                 f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()
             )
             print("  ".join(shown))
+    figures = {f"{key}_{row['ranks']}_ranks": value for row in rows for key, value in row.items() if key != "ranks"}
+    worst = max(float(str(row["ours_over_bound"])) for row in rows)
     gain = min(float(str(row["megatron_over_bound"])) / float(str(row["ours_over_bound"])) for row in rows)
-    publish("hybrid", {"least_gain": gain, **({"rows": rows} if options.json else {})}, options.json)
+    publish("hybrid", {"worst_over_bound": worst, "bar": BAR, "least_gain": gain, **figures}, options.json)
 
 
 if __name__ == "__main__":

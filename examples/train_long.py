@@ -30,7 +30,7 @@ from overlord.integrations.torch_hdp import HybridParallel
 from overlord.integrations.torch_loader import DataLoader, TorchBatch
 from overlord.integrations.torch_ring import ring_attention
 
-CONTEXT, VOCABULARY, WIDTH, HEADS, GROUPS, LAYERS = 1024, 4096, 64, 4, 2, 2
+CONTEXT, VOCABULARY, WIDTH, HEADS, GROUPS, LAYERS = 1024, 4096, 64, 4, 2, 3
 
 
 class Layer(nn.Module):
@@ -85,6 +85,18 @@ def long_job(job: ol.Job) -> ol.Job:
     return job.replace(sources=text, mixture=ol.Mixture(), batch=batch, overlength="split")
 
 
+def hybrid(gigabytes: float) -> ol.strategies.hdp:
+    """Return the strategy; with a bandwidth to the host, sequences need fewer ranks where copies are hidden.
+
+    Bytes and time of a layer are about those of this small model; measure yours (see docs/long-context.md).
+    """
+    if not gigabytes:
+        return ol.strategies.hdp()
+    layer = ol.costs.CostModel(alpha=1e-8, beta=1e-3)  # ms of its forward
+    hidden = ol.costs.Offload(LAYERS, act_bytes_per_token=64 * WIDTH, bandwidth=1e9 * gigabytes, time=layer)
+    return ol.strategies.hdp(offload=hidden)
+
+
 def token_losses(model: nn.Module, batch: TorchBatch) -> Tensor:
     """Return the loss of this rank's tokens; where ranks share sequences the layout has shifted labels too."""
     ids, positions = batch["input_ids"][0], batch["position_ids"][0]
@@ -110,6 +122,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="steps to train")
     parser.add_argument("--mesh", help="such as dp=2,cp=2 (default: all ranks along cp)")
     parser.add_argument("--wrapper", choices=["fsdp2", "replicated"], default="fsdp2", help="where parameters are")
+    host = "keep activations of long sequences on the host, to which so many GB/s can be copied"
+    parser.add_argument("--offload", type=float, default=0.0, metavar="GB_S", help=host)
     parser.add_argument("--save", type=Path, help="a folder for the checkpoint after the last step")
     parser.add_argument("--resume", type=Path, help="a checkpoint to continue from, of any mesh")
     parser.add_argument("--json", type=Path, help="a file for one line a step")
@@ -126,7 +140,7 @@ def main() -> None:
             fully_shard(layer)
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    with DataLoader(job, mesh=mesh, strategy=ol.strategies.hdp()) as loader:
+    with DataLoader(job, mesh=mesh, strategy=hybrid(options.offload)) as loader:
         if options.resume:
             load(options.resume, model, optimizer, loader)
         hdp = HybridParallel(loader)
@@ -147,22 +161,23 @@ def train_step(hdp: HybridParallel, step: Any, model: nn.Module, optimizer: torc
     """Train on one step; return its loss, the loss of each source, and the rings of this rank."""
     device = next(model.parameters()).device
     table = torch.zeros(len(step.source_names), 2, dtype=torch.float64, device=device)
-    rings: list[list[int]] = []
+    done: list[tuple[list[int], float]] = []
     half = torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
     for batch in hdp.microbatches(step, model):
         with half:
             losses = token_losses(model, batch)
         hdp.backward(losses.sum())
         add_by_source(table, batch, losses)
-        rings.append(list(batch.meta.ranks))
+        done.append((list(batch.meta.ranks), batch.meta.offload_ratio))
     optimizer.step()
     optimizer.zero_grad()
     dist.all_reduce(table, group=hdp.group)
     everywhere: list[Any] = [None] * len(hdp.ranks)
-    dist.all_gather_object(everywhere, rings, group=hdp.group)
+    dist.all_gather_object(everywhere, done, group=hdp.group)
     means = {n: total / labels for n, (total, labels) in zip(step.source_names, table.tolist(), strict=True) if labels}
     loss = float(table[:, 0].sum()) / max(1, step.global_loss_tokens)
-    return {"step": step.index, "loss": loss, "sources": means, "rings": everywhere}
+    rings, shares = ([[one[at] for one in rank] for rank in everywhere] for at in (0, 1))
+    return {"step": step.index, "loss": loss, "sources": means, "rings": rings, "offloaded": shares}
 
 
 def show(line: dict[str, Any], file: Path | None) -> None:
@@ -171,7 +186,9 @@ def show(line: dict[str, Any], file: Path | None) -> None:
         "+".join(map(str, ring)) for rank, one in enumerate(line["rings"]) for ring in one if ring[0] == rank
     )
     work = ", ".join(f"{count} on {ranks}" for ranks, count in shared.items())
-    print(f"step {line['step']:3d}  loss {line['loss']:.4f}  microbatches: {work}", flush=True)
+    most = max(share for rank in line["offloaded"] for share in rank)
+    host = f"; up to {most:.0%} of the activations on the host" if most else ""
+    print(f"step {line['step']:3d}  loss {line['loss']:.4f}  microbatches: {work}{host}", flush=True)
     if file is not None:
         with file.open("a") as out:
             out.write(json.dumps(line) + "\n")

@@ -225,6 +225,20 @@ def test_hybrid_ranks_have_no_lockstep(ids_file: Path) -> None:
     assert len(found["load_heatmap"]["overlord"]) == len(found["load_heatmap"]["round_robin"]) == 4
 
 
+def test_offloading_tells_the_ranks_it_saves(ids_file: Path) -> None:
+    offload = "layers: 8, act_bytes_per_token: 1, bandwidth: 1.0e9, time: {beta: 1.0e-6}"
+    strategy = f"{{hdp: {{offload: {{{offload}}}}}}}"
+    found = explained(ids_file, "--mesh", "dp=2,cp=2", "--strategy", strategy, "--no-measure")
+    (words,) = [note for note in found["notes"] if note.startswith("Offloading")]
+    ranks, plain = re.findall(r"run on ([\d.]+) ranks instead of ([\d.]+)", words)[0]
+    assert 0 < float(ranks) < float(plain)
+    slow = strategy.replace("1.0e9", "1.0e-9")
+    (words,) = [
+        n for n in explained(ids_file, "--mesh", "cp=2", "--strategy", slow, "--no-measure")["notes"] if "Off" in n
+    ]
+    assert words.startswith("Offloading saves no rank")
+
+
 def test_no_plan_is_told_as_such(ids_file: Path) -> None:
     found = explained(ids_file, "--strategy", "vanilla", "--no-measure")
     assert found["expected_speedup"] == 1.0

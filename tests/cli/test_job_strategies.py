@@ -116,6 +116,7 @@ def test_a_name_in_a_file_is_the_strategy_of_python_with_its_defaults(tmp_path: 
         ol.strategies.hdp(),
         ol.strategies.hdp(ol.costs.tokens, equal_counts=True, broadcast="tp"),
         ol.strategies.hdp(objective="lockstep", blocks="any"),
+        ol.strategies.hdp(offload=ol.costs.Offload(32, 153_000, 54e9, ol.costs.CostModel(1.55e-8, 4.8e-4), 7.0)),
         ol.strategies.backbone_balance(ol.costs.causal_lm(32, 4096, recompute=True), objective="sum"),
         ol.strategies.vlm_hybrid(ol.costs.vit(layers=24, hidden=1024), ol.costs.CostModel(1e-7, 0.002, 0.3)),
         ol.strategies.curriculum([(0, ol.strategies.vanilla()), (9, ol.strategies.long_short(threshold=8))]),
@@ -158,6 +159,15 @@ def test_a_strategy_that_is_python_does_not_go_into_a_file(tmp_path: Path, strat
         ("{hdp: {equal_counts: 3}}", ["strategy.hdp.equal_counts is 3", "true or false"]),
         ("{hdp: 3}", ["strategy.hdp is 3"]),
         ("{hdp: {blocks: odd}}", ["strategy.hdp.blocks is 'odd'", "aligned"]),
+        ("{hdp: {offload: 0.5}}", ["strategy.hdp.offload is 0.5", "layers, act_bytes_per_token, bandwidth and time"]),
+        (
+            "{hdp: {offload: {layers: 4, act_bytes_per_token: 9, bandwidth: 1}}}",
+            ["strategy.hdp.offload.time: missing (Milliseconds of the forward of one layer)"],
+        ),
+        (
+            "{hdp: {offload: {layers: 4, act_bytes_per_token: 9, bandwidth: 0, time: {beta: 1}}}}",
+            ["strategy.hdp.offload", "bandwidth is 0.0"],
+        ),
         ("{backbone_balance: {objective: summ}}", ["strategy.backbone_balance.objective is 'summ'", "mean 'sum'?"]),
         ("{backbone_balance: {method: magic}}", ["expected 'greedy', 'karmarkar_karp' or 'zigzag'"]),
         ("{backbone_balance: {group_size: 0}}", ["group_size is 0", "at least 1"]),

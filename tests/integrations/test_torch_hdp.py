@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -160,12 +161,7 @@ def train_phases(rank: int, job: ol.Job, cache: str) -> dict[str, Any]:
     """Train three models, one in each wrapper, on the same steps."""
     models = {name: wrapped(name) for name in WRAPPERS}
     found: dict[str, Any] = {name: [] for name in WRAPPERS}
-    made, made_late, new_group = [0], 0, dist.new_group
-
-    def counted(*args: Any, **options: Any) -> Any:
-        made[0] += 1
-        return new_group(*args, **options)
-
+    groups, made_late = dist.distributed_c10d._world.pg_map, 0  # all of this process, whichever call has made them
     state, counts, shared = None, [], set()
     for mesh, options, steps in PHASES:
         strategy = ol.strategies.hdp(**options)
@@ -175,7 +171,7 @@ def train_phases(rank: int, job: ol.Job, cache: str) -> dict[str, Any]:
             if state is not None:
                 loader.load_state_dict(state)
             hdp = HybridParallel(loader)
-            dist.new_group, made[0] = counted, 0
+            there = len(groups)
             for number, step in enumerate(loader):
                 counts.append(len(step.microbatches))
                 for name, (model, optimizer) in models.items():
@@ -187,7 +183,7 @@ def train_phases(rank: int, job: ol.Job, cache: str) -> dict[str, Any]:
                     optimizer.zero_grad()
                 if number + 1 == steps:
                     break
-            dist.new_group, made_late = new_group, made_late + made[0]
+            made_late += len(groups) - there
             state = loader.state_dict()
             dist.barrier()
     weights = {name: torch.cat([whole(p) for p in model.parameters()]) for name, (model, _) in models.items()}
@@ -390,41 +386,64 @@ def test_a_model_that_does_not_attend_over_its_ring_is_refused(tmp_path):
         assert "ranks [0, 1] share this microbatch, and the model did not call ring_attention" in message
 
 
-def failing_rank(rank: int, world: int, folder: str) -> None:
-    """Rank 2 runs out of memory in the middle of a step that all ranks share."""
+def failing_rank(rank: int, world: int, folder: str, way: str, name: str) -> None:
+    """Rank 2 runs out of memory, or is killed, in the middle of a step that all ranks share."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/rendezvous", world_size=world, rank=rank)
-    mesh = ol.ClientPlaceTree(cp=world)
-    hdp, model = HybridParallel(SimpleNamespace(mesh=mesh, rank=rank, device=torch.device("cpu"))), TinyLM()
+    mesh, (model, _) = ol.ClientPlaceTree(cp=world), wrapped(name)
+    hdp = HybridParallel(SimpleNamespace(mesh=mesh, rank=rank, device=torch.device("cpu")))
+    lengths = [CONTEXT, 4, 5, 6] if way != "raises alone" else [4, 5, 6, 7]
     for index in range(100):
-        for batch in hdp.microbatches(made_step([CONTEXT, 4, 5, 6], mesh, rank, index), model):
+        for batch in hdp.microbatches(made_step(lengths, mesh, rank, index), model):
+            if (rank, index, way) == (2, 1, "raises alone"):
+                raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
             loss = summed_loss(model, batch)
             if rank == 2 and index == 1:
+                if way == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
                 raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
             hdp.backward(loss)
         model.zero_grad()
 
 
-def as_a_program(rank: int, world: int, folder: str) -> None:
+def as_a_program(rank: int, world: int, folder: str, way: str, name: str) -> None:
     """Run a rank as the interpreter runs a program: an error goes to the hook, and the process ends."""
     with open(f"{folder}/{rank}.err", "w", buffering=1) as sys.stderr:
         try:
-            failing_rank(rank, world, folder)
+            failing_rank(rank, world, folder, way, name)
         except Exception:
             sys.excepthook(*sys.exc_info())
             os._exit(1)
 
 
-def test_a_rank_that_ends_ends_the_others_with_its_reason(tmp_path):
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [
+        ("raises", "replicated"),
+        ("killed", "replicated"),
+        pytest.param("raises", "fsdp2", marks=pytest.mark.slow),
+        pytest.param("raises alone", "fsdp2", marks=pytest.mark.slow),
+        pytest.param("killed", "fsdp2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_ends_ends_the_others_with_its_reason(way, name, tmp_path):
     context = multiprocessing.get_context("forkserver")
-    ranks = [context.Process(target=as_a_program, args=(rank, WORLD, str(tmp_path))) for rank in range(WORLD)]
+    given = (WORLD, str(tmp_path), way, name)
+    ranks = [context.Process(target=as_a_program, args=(rank, *given)) for rank in range(WORLD)]
     for process in ranks:
         process.start()
-    for process in ranks:
+    for rank, process in enumerate(ranks):
         process.join(timeout=200)
+        ended = process.exitcode
         process.kill()
-        assert process.exitcode == 1
+        assert ended == (-signal.SIGKILL if (rank, way) == (2, "killed") else 1), rank
     for rank in (0, 1, 3):
         error = (tmp_path / f"{rank}.err").read_text()
-        assert f"{ServiceLost.__name__}: this rank cannot go on: rank 2 ended with OutOfMemoryError" in error
-        assert "tried to allocate 20.00 GiB. Fix that, and resume all ranks" in error
+        if way == "raises alone":  # the others lose it where FSDP gathers parameters, in their forward
+            assert "rank 2 ended with OutOfMemoryError: tried to allocate 20.00 GiB, before this rank ended" in error
+        elif way == "raises":
+            assert f"{ServiceLost.__name__}: this rank cannot go on: rank 2 ended with OutOfMemoryError" in error
+            assert "tried to allocate 20.00 GiB. Fix that, and resume all ranks" in error
+        else:  # it could not say why: ranks that lost it say that, the others that they lost those
+            assert f"{ServiceLost.__name__}: this rank cannot go on: " in error
+            assert "a rank ended or did not answer, and left no reason" in error

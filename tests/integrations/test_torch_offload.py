@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import run_ranks
 from test_torch_hdp import TinyLM, made_step, summed_loss
 from torch import nn
 
@@ -122,6 +123,38 @@ def test_a_training_step_with_offloading_is_the_same():
         found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
         assert (hdp._offloading.pool_bytes > 0) == (offload != 0.0)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def planned_ratios(rank: int) -> tuple[list[torch.Tensor], list[float]]:
+    """Gradients of one plan with activations on the host as it says, without any there, and the shares it says."""
+    mesh, found, ratios = ol.ClientPlaceTree(cp=2), [], []
+    loader = SimpleNamespace(mesh=mesh, rank=rank, device=torch.device("cpu"))
+    hidden = ol.costs.Offload(8, act_bytes_per_token=1, bandwidth=1e9, time=ol.costs.CostModel(0, 1e-6))
+    step = made_step([40, 9, 64, 30, 36], mesh, rank, offload=hidden)
+    for run in ("as planned", "without"):
+        model, hdp = TinyLM(), HybridParallel(loader)
+        hdp._offloading._smallest = 256
+        if run == "without":
+            hdp._ratio_of = lambda batch: 0.0
+        for batch in hdp.microbatches(step, model):
+            ratios.append(batch.meta.offload_ratio)
+            hdp.backward(summed_loss(model, batch))
+            if run == "as planned" and ratios[-1] > 0:
+                assert 0 < hdp._offloading.offloaded_bytes <= ratios[-1] * hdp._offloading._seen
+        assert (hdp._offloading.pool_bytes > 0) == (run == "as planned")
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    with pytest.raises(SpecError, match=r"offload is 0, and the plan counts on 0.* on the host"):
+        list(map(HybridParallel(loader, offload=0.0)._ratio_of, step.microbatches))
+    return found, ratios
+
+
+def test_the_share_of_each_microbatch_is_that_of_the_plan(tmp_path):
+    found = run_ranks(planned_ratios, 2, tmp_path)
+    for (planned, without), ratios in found:
+        assert torch.equal(planned, without) and any(0 < ratio < 1 for ratio in ratios)
+    assert any(0.0 in ratios for _, ratios in found)
+    mesh = ol.ClientPlaceTree(cp=2)
+    assert all(batch.meta.offload_ratio == 0 for batch in made_step([40, 9, 64], mesh, 0).microbatches)
 
 
 def test_what_is_no_share_is_refused():

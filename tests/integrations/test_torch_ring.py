@@ -194,6 +194,24 @@ def test_the_benchmark_of_a_device_runs_small(monkeypatch, capsys):
     assert all(figures[name] > 0 for name in ("cp1_over_flash", "ring4_over_flash", "offload_0.5_time"))
 
 
+def test_the_replay_of_all_ranks_runs_small(monkeypatch, capsys):
+    from benchmarks import replay
+    from benchmarks import ring as benchmark
+
+    for name, value in {"FFN": 64, "HEADS": 2, "GROUPS": 1, "SIZE": 16}.items():
+        monkeypatch.setattr(benchmark, name, value)
+    monkeypatch.setattr("sys.argv", ["replay", "--quick", "--rounds", "1", "--device", "cpu", "--json"])
+    replay.main()
+    told = capsys.readouterr()
+    figures = json.loads(told.out.splitlines()[-1])
+    for name in ("vanilla", "backbone_balance", "hdp"):
+        assert figures[f"{name}_step_ms"] >= figures[f"{name}_mean_ms"] > 0 and f"{name}_step_ms" in told.err
+    assert "Measured: every microbatch of every rank" in told.err and "Assumed: links are free" in told.err
+    # Ranks 0 and 1 share the first microbatch; rank 1 has a second one, which waits for that.
+    shared, alone = replay.Work((8,), 0, 2), replay.Work((8,), 1, 1)
+    assert replay.step_time([[shared], [shared, alone]], np.array([[3.0, 0.0], [2.0, 4.0]])) == 7.0
+
+
 @pytest.mark.parametrize("place", [0, 1])
 def test_the_kernels_of_cuda_take_and_return_what_a_ring_gives_them(place):
     """There may be no GPU here: torch's fake tensors check arguments, shapes and types of every call."""

@@ -67,8 +67,11 @@ def test_it_learns_and_shares_long_sequences(job, tmp_path):
 def test_it_resumes_on_another_mesh_and_wrapper(job, tmp_path):
     whole = train(job, tmp_path / "whole", "--steps", 4, "--wrapper", "replicated", ranks=2)
     train(job, tmp_path / "first", "--steps", 2, "--save", tmp_path / "saved")
-    rest = train(job, tmp_path / "rest", "--steps", 4, "--mesh", "dp=2,cp=2", "--resume", tmp_path / "saved")
+    again = ("--mesh", "dp=2,cp=2", "--resume", tmp_path / "saved", "--offload", 50)
+    rest = train(job, tmp_path / "rest", "--steps", 4, *again)
     assert [line["step"] for line in rest] == [2, 3]
+    assert any(share > 0 for line in rest for rank in line["offloaded"] for share in rank)
+    assert not any(share for line in whole for rank in line["offloaded"] for share in rank)
     for got, expected in zip(rest, whole[2:], strict=True):
         assert got["loss"] == pytest.approx(expected["loss"], rel=1e-4)
         assert got["sources"] == pytest.approx(expected["sources"], rel=1e-4)

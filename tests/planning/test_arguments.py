@@ -17,6 +17,7 @@ RNG = np.random.default_rng(5)
 LENGTHS = np.minimum(RNG.lognormal(6, 1, 96).astype(int) + 1, 4000)
 MEDIA = {"images": ("image_tokens", "images"), "videos": ("clip_tokens", "clips"), "audio": ("audio_tokens", "sounds")}
 KINDS = ["DP", "CP", *MEDIA]
+OFFLOAD = ol.costs.Offload(8, act_bytes_per_token=1, bandwidth=1e9, time=ol.costs.CostModel(0, 1e-6))
 
 
 @functools.cache
@@ -65,6 +66,7 @@ CALLS = {
     "balance.reorder": lambda g, v: g.balance(reorder=v),
     "balance.equal_counts": lambda g, v: g.balance(equal_counts=v),
     "balance.blocks": lambda g, v: g.balance(blocks=v),
+    "balance.offload": lambda g, v: g.balance(offload=v),
     "pack.method": lambda g, v: g.pack(v),
     "placed.places": lambda g, v: g.placed(v, 1),
     "placed.num_microbatches": lambda g, v: g.placed(np.zeros(len(g.items), int), v),
@@ -73,7 +75,7 @@ CALLS = {
     "trace.sample": lambda g, v: g.trace(v),
 }
 LEFT_OUT = {"mix.sources", "distribute.group_size", "split.parts", "balance.objective", "balance.level",
-            "balance.reorder", "balance.equal_counts", "balance.blocks"}  # fmt: skip
+            "balance.reorder", "balance.equal_counts", "balance.blocks", "balance.offload"}  # fmt: skip
 """Arguments for which None means that they are left out."""
 WHOLE = {"distribute.group_size", "split.parts", "placed.num_microbatches"}
 """Arguments that may be a whole number of at least 1."""
@@ -162,6 +164,10 @@ def test_objectives_and_levels_of_tokens():
     assert digest_of("DP", level="intra") == digest_of("DP", level="intra", objective="lockstep")
 
 
+def test_offloading_over_cp_decides():
+    assert digest_of("CP", offload=OFFLOAD) != digest_of("CP")
+
+
 def test_the_objective_over_cp_is_what_the_counts_say():
     assert digest_of("CP") == digest_of("CP", objective="lockstep") == digest_of("CP", equal_counts=True)
     assert digest_of("CP", objective="sum") == digest_of("CP", equal_counts=False) != digest_of("CP")
@@ -218,6 +224,7 @@ def test_lengths_are_patches_of_images_and_frames_of_sounds():
         ("CP", {"group_size": 2}, "group_size is 2.*blocks of any ranks"),
         ("DP", {"equal_counts": True}, "equal_counts is True.*as many microbatches of tokens over DP"),
         ("DP", {"blocks": "any"}, "blocks is 'any'.*no blocks of ranks"),
+        ("DP", {"offload": OFFLOAD}, "offload is given, and no blocks of ranks are made for tokens over DP"),
         *(
             (kind, given, why)
             for kind in MEDIA

@@ -9,6 +9,9 @@ import overlord as ol
 from overlord.planning.checking import run_strategy
 
 TREE = ol.ClientPlaceTree(dp=4, cp=2, tp=2)
+OFFLOAD = ol.costs.Offload(
+    layers=32, act_bytes_per_token=153_000, bandwidth=150e9, time=ol.costs.CostModel(alpha=1.55e-8, beta=4.8e-4)
+)
 STRATEGIES = {
     "vanilla": ol.strategies.vanilla(),
     "lockstep": ol.strategies.backbone_balance(),
@@ -25,11 +28,15 @@ STRATEGIES = {
     "hdp any": ol.strategies.hdp(blocks="any"),
     "hdp any equal": ol.strategies.hdp(blocks="any", equal_counts=True),
     "hdp pipelines": ol.strategies.hdp(blocks="any"),
+    "hdp offload": ol.strategies.hdp(offload=OFFLOAD),
+    "hdp offload equal": ol.strategies.hdp(offload=OFFLOAD, blocks="any", equal_counts=True),
 }
 TREES = {
     "hdp any": ol.ClientPlaceTree(cp=6),
     "hdp any equal": ol.ClientPlaceTree(dp=2, cp=6),
     "hdp pipelines": ol.ClientPlaceTree(pp=2, dp=2, cp=6, vpp=2, microbatch_group=4),
+    "hdp offload": ol.ClientPlaceTree(dp=2, cp=4),
+    "hdp offload equal": ol.ClientPlaceTree(dp=2, cp=6),
 }
 GOLDEN = {
     "vanilla": "7917a9556d00766188126ee73862f59f",
@@ -47,6 +54,8 @@ GOLDEN = {
     "hdp any": "289d20087bf4d919334ea5f652c74b3f",
     "hdp any equal": "575ec85eb95352e9a1d704687425bac8",
     "hdp pipelines": "3e5f1bf5232c565c5ee13e54ae11e420",
+    "hdp offload": "d998ddaddf729f0086af86ed28d23b27",
+    "hdp offload equal": "94e055e7a0927b53aee856dcb71756ea",
 }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import numpy as np
 import pytest
 from benchmarks.balance import HYBRID, KINDS, cost_of, make_lengths
@@ -302,3 +305,66 @@ def test_arguments_without_effect_are_refused(options, message):
         graph.distribute("CP").cost(ol.costs.tokens).balance(**options)
     with pytest.raises(SpecError, match="blocks is 'any', and no blocks of ranks are made for tokens over DP"):
         graph.distribute("DP").cost(ol.costs.tokens).balance(blocks="any")
+
+
+# Offloading: a sequence needs fewer ranks where a share of its activations waits on the host.
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 512), min_size=1, max_size=40),
+    st.sampled_from([{}, {"blocks": "any"}, {"equal_counts": True}, {"objective": "lockstep", "blocks": "any"}]),
+    st.integers(1, 40),
+    st.floats(1e3, 1e7),
+)
+def test_offloaded_plans_fit_hide_their_copies_and_need_no_more_ranks(tokens, options, layers, bandwidth):
+    time = ol.costs.CostModel(alpha=1e-6, beta=1e-4)
+    offload = ol.costs.Offload(layers, act_bytes_per_token=2, bandwidth=bandwidth, time=time)
+    tree, cap = ol.ClientPlaceTree(cp=8), 512 // 8
+    made = ol.summary_buffer({"web": tokens}, context_length=512, microbatch_tokens=512)
+    plain, plan = (run_strategy(ol.strategies.hdp(offload=one, **options), made, tree) for one in (None, offload))
+    assert plain.offload is None and plan.offload is not None and (layers > 2 or not plan.offload.any())
+    assert run_strategy(ol.strategies.hdp(offload=offload, **options), made, tree).digest == plan.digest
+    needed = ranks_needed(tokens, cap, options.get("blocks", "aligned"))
+    for at in np.flatnonzero(np.diff(plan.bin_offsets)).tolist():
+        pieces = slice(int(plan.bin_offsets[at]), int(plan.bin_offsets[at + 1]))
+        length, width, share = plan.pieces.length[pieces], int(plan.cp_sizes[pieces.start]), plan.offload[at] / 1e6
+        held = int((plan.padded[pieces] // width).sum())
+        assert (held > cap) == (share > 0)  # nothing waits on the host that fits the device
+        kept = (min(2, layers) + (1 - share) * (layers - min(2, layers))) / layers
+        assert kept * length.sum() <= width * cap + 1 or not share
+        copied = (share - 2e-6) * 2 * length.sum()  # shares are whole millionths
+        assert copied / bandwidth <= time.microbatch_time(length) / 1e3
+        if not options:
+            assert (needed[plan.pieces.sample[pieces]] >= width).all()
+
+
+def test_a_sequence_a_little_longer_than_a_rank_holds_stays_on_one():
+    """What one H200 hides of 10k tokens is enough for ranks of 8k; of 16k it is not, and then nothing is copied."""
+    layer = ol.costs.CostModel(alpha=1.55e-8, beta=4.8e-4)
+    offload = ol.costs.Offload(layers=32, act_bytes_per_token=153_000, bandwidth=54e9, time=layer)
+    made = ol.summary_buffer({"web": [10_240] * 8 + [16_000] * 2}, context_length=65_536, microbatch_tokens=65_536)
+    plain, plan = (
+        run_strategy(ol.strategies.hdp(offload=one), made, ol.ClientPlaceTree(cp=8)) for one in (None, offload)
+    )
+    assert set(plain.cp_sizes.tolist()) == {2}
+    assert set(plan.cp_sizes[plan.pieces.length == 10_240].tolist()) == {1}
+    assert set(plan.cp_sizes[plan.pieces.length == 16_000].tolist()) == {2}
+    (share,) = set(plan.offload[plan.offload > 0].tolist())
+    # 2,048 of 10,240 tokens do not fit, and two of 32 layers stay on the device whatever is offloaded.
+    assert share == math.ceil(1_000_000 * (2048 / 10_240) * 32 / 30) <= 1_000_000 * offload.hidden([10_240])[0]
+
+
+def test_a_wrong_share_on_the_host_is_refused():
+    tree, made = ol.ClientPlaceTree(cp=8), ol.summary_buffer({"web": [512]}, context_length=512, microbatch_tokens=512)
+    offload = ol.costs.Offload(8, act_bytes_per_token=1, bandwidth=1e9, time=ol.costs.CostModel(0, 1e-6))
+    plan = ol.strategies.hdp(offload=offload)(made, tree)
+    wrong = {
+        "one whole number for each microbatch": plan.offload.astype(float),
+        "no shares in millionths": plan.offload + 1_000_000,
+        "a microbatch holds": plan.offload // 2,
+        "keep different shares": plan.offload + (np.arange(len(plan.offload)) == 1),
+    }
+    for words, column in wrong.items():
+        with pytest.raises(PlanError, match=words):
+            run_strategy(lambda b, t, c=column: dataclasses.replace(plan, offload=c), made, tree)

@@ -17,10 +17,16 @@ from overlord.core.ragged import Ragged, offsets_of
 from overlord.planning.checking import run_strategy
 
 HOSTS = 3
-STRATEGIES = ALL | {"vlm audio": ol.strategies.vlm_hybrid(audio=ol.costs.tokens)}
+_HIDDEN = ol.costs.Offload(4, act_bytes_per_token=1, bandwidth=1e9, time=ol.costs.CostModel(0, 1e-6))
+STRATEGIES = ALL | {
+    "vlm audio": ol.strategies.vlm_hybrid(audio=ol.costs.tokens),
+    "hdp offload": ol.strategies.hdp(offload=_HIDDEN),
+}
 
 
-@pytest.mark.parametrize("name", ["backbone", "long_short", "vlm", "vlm group", "vlm audio", "hdp", "hdp equal"])
+@pytest.mark.parametrize(
+    "name", ["backbone", "long_short", "vlm", "vlm group", "vlm audio", "hdp offload", "hdp equal"]
+)
 @given(
     st.lists(st.integers(1, 3000), min_size=1, max_size=40),
     st.lists(st.integers(1, 900), min_size=1, max_size=12),
@@ -63,6 +69,7 @@ def check_rank(part, plan, rank):
         at = plan.bin_range(bucket, microbatch)
         assert part.bin_range(bucket, microbatch) == at
         assert part.order(bucket, microbatch) == plan.order(bucket, microbatch)
+        assert part.offload_of(bucket, microbatch) == plan.offload_of(bucket, microbatch)
         samples = plan.pieces.sample[at]
         for column in ("sample", "start", "length"):
             assert np.array_equal(getattr(part.pieces, column)[at], getattr(plan.pieces, column)[at])

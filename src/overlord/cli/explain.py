@@ -17,6 +17,7 @@ from overlord.cli.collecting import CollectedStep, Collector
 from overlord.cli.options import layout_advice, layout_words, strategy_name
 from overlord.cli.output import Tell
 from overlord.cli.sources import context_notes, count_indexed, isolated
+from overlord.core.client_messages import MILLION
 from overlord.core.draw import Limits
 from overlord.core.messages import LoaderOrder, MetaRequest
 from overlord.core.place_tree import ClientPlaceTree
@@ -105,6 +106,7 @@ class Balance:
         self._sums: list[tuple[int, int, int]] = []
         self._crossing: list[int] = []
         self._image_tokens: list[int] = []
+        self._offloaded: list[tuple[int, int, int, int]] = []
         self.first_step = 0
         self.free = False
         """Whether ranks have run free: with other numbers of microbatches than their neighbours, in any step."""
@@ -134,6 +136,7 @@ class Balance:
         self._dealt_positions += positions(dealt)
         self._sums.append((plan.total_tokens, plan.squared_tokens, plan.global_loss_tokens))
         self._add_images(plan, dealt)
+        self._add_offloaded(plan)
 
     @property
     def speedup(self) -> float:
@@ -167,6 +170,19 @@ class Balance:
     def image_tokens(self) -> float:
         """Image tokens a step."""
         return float(np.mean(self._image_tokens)) if self._image_tokens else 0.0
+
+    @property
+    def offloading(self) -> list[str]:
+        """What keeping activations on the host saves, where the strategy plans with it."""
+        if not self._offloaded:
+            return []
+        count, plain, ranks, moved = np.array(self._offloaded).mean(axis=0).tolist()
+        if not count:
+            return ["Offloading saves no rank: no sequence is longer than a rank holds, or copies would not be hidden."]
+        return [
+            f"Offloading: {count:.3g} microbatches a step run on {ranks:.3g} ranks instead of {plain:.3g}, with "
+            f"{moved / count / MILLION:.0%} of their activations on the host."
+        ]
 
     def facts(self) -> list[BalanceFacts]:
         """Return the axes in reading order."""
@@ -241,6 +257,18 @@ class Balance:
             return np.inf
         self._splits |= int(needed.max()) > 1
         return float(buddy_lpt(self._cost(plan.pieces.length), needed, ranks)[1].max())
+
+    def _add_offloaded(self, plan: LoadingPlan) -> None:
+        """Count the microbatches with activations on the host, and the ranks that they would need without."""
+        if plan.offload is None or plan.cp_sizes is None or plan.first_ranks is None:
+            return
+        leads = np.zeros(len(plan.offload), np.bool_)  # a microbatch that ranks share counts once
+        leads[np.repeat(np.arange(len(leads)), np.diff(plan.bin_offsets))[plan.first_ranks == plan.buckets]] = True
+        bins = np.flatnonzero(leads & (plan.offload > 0))
+        tokens = plan.loads(plan.pieces.length.astype(np.int64)).reshape(-1)[bins]
+        plain = ranks_needed(tokens, max(2, self._limits.microbatch_tokens // self._tree.cp), "any")
+        width = plan.cp_sizes[plan.bin_offsets[bins]]
+        self._offloaded.append((len(bins), int(plain.sum()), int(width.sum()), int(plan.offload[bins].sum())))
 
     def _lockstep_bound(self, plan: LoadingPlan) -> float:
         known = plan.axis == "DP" and len(plan.pieces) <= _BOUNDED_PIECES and len(self._counts) < _BOUNDED_STEPS
@@ -706,6 +734,7 @@ def _explain(
     full, skipped, met = (dict(zip(names, values, strict=True)) for values in (share, state.skipped.tolist(), passed))
     few = few_samples(job, tree)
     notes += [few] if few is not None else []
+    notes += balance.offloading
     notes += context_notes(job, Path(launch.cache), full, skipped, met) + layout_advice(job, launch.layout)
     clips = any(isinstance(source.sample, Video) for source in job.sources)
     sources = source_facts(roles, collector, state, horizon)

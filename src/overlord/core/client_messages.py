@@ -19,6 +19,8 @@ SourceChange = Literal["remove_source", "park_source", "return_source"]
 Json = dict[str, Any]
 SLICINGS = ("zigzag", "whole_zigzag", "contiguous", "whole")
 """How ranks that share a sequence cut it; a microbatch names its own by its number here."""
+MILLION = 1_000_000
+"""Shares of activations are whole numbers of this many parts, so that every machine plans alike."""
 
 
 class Message(Struct, frozen=True, tag=True):

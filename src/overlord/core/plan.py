@@ -22,6 +22,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from overlord.core.client_messages import MILLION
 from overlord.core.draw import Draw, Pieces
 from overlord.core.messages import LoaderOrder, Media, Payload
 from overlord.core.place_tree import ClientPlaceTree
@@ -66,6 +67,10 @@ class LoadingPlan:
     """The first bucket of the block of neighbouring ranks that shares each piece."""
     counts: Int32s | None = None
     """Microbatches of each bucket where they differ; otherwise all have `num_microbatches`."""
+    offload: Int32s | None = None
+    """Which share of the activations of each bin waits on the host between forward and backward, in millionths."""
+    offload_layers: int = 0
+    """Layers of a rank, by which `offload` was computed; 0 without it."""
     encoder: LoadingPlan | None = None
     """Where the images and clips are encoded, when that is not where their tokens are."""
     routing: Routing | None = None
@@ -276,6 +281,10 @@ class LoadingPlan:
         first = int(self.first_ranks[pieces.start]) if shared and self.first_ranks is not None else bucket
         return microbatch * self.num_buckets + first
 
+    def offload_of(self, bucket: int, microbatch: int) -> int:
+        """Return which share of the activations of a microbatch waits on the host, in millionths."""
+        return 0 if self.offload is None else int(self.offload[bucket * self.num_microbatches + microbatch])
+
     def part_of(self, buckets: range) -> tuple[Pieces, Int64s]:
         """Return a constructor's part: the pieces of neighbouring buckets, and where each microbatch begins in them."""
         offsets = self.bin_offsets[buckets.start * self.num_microbatches : buckets.stop * self.num_microbatches + 1]
@@ -303,6 +312,9 @@ class LoadingPlan:
         optional = (self.cp_sizes, self.first_ranks, self.counts)
         for column in (*columns, *(c for c in optional if c is not None)):
             digest.update(np.ascontiguousarray(column).data)
+        if self.offload is not None:
+            digest.update(f"offload {self.offload_layers}".encode())
+            digest.update(np.ascontiguousarray(self.offload).data)
         for encoder, _ in self.encoders.values():
             digest.update(encoder.digest.encode())
         return digest.hexdigest()
@@ -423,6 +435,30 @@ def pad_lengths(lengths: npt.NDArray[np.integer], multiple: int | Int64s) -> Int
     """
     wide = lengths.astype(np.int64)
     return wide if isinstance(multiple, int) and multiple == 1 else -(-wide // multiple) * multiple
+
+
+def tokens_on_device(tokens: Int64s, offload: npt.NDArray[np.integer], layers: int) -> Int64s:
+    """Return of how many tokens a rank holds the activations, while a share of them waits on the host.
+
+    Two layers stay on the device: the one that is computed, and the one that is copied.
+
+    Example:
+        >>> tokens_on_device(np.array([32_000]), np.array([500_000]), layers=32).tolist()
+        [17000]
+    """
+    moved = offload.astype(np.int64) * max(0, layers - 2) // layers
+    return tokens - tokens * moved // MILLION
+
+
+def least_offload(tokens: Int64s, room: Int64s, layers: int) -> Int64s:
+    """Return the least share, in millionths, that leaves no more than `room` of the tokens on the device.
+
+    Example:
+        >>> least_offload(np.array([32_000, 8000]), np.array([17_000, 9000]), layers=32).tolist()
+        [500000, 0]
+    """
+    moved = -(-np.maximum(tokens - room, 0) * MILLION // np.maximum(tokens, 1))
+    return -(-moved * layers // max(1, layers - 2))
 
 
 def chain_digest(digests: Sequence[str]) -> str:
@@ -734,7 +770,7 @@ class PlanSlice:
 
 
 MAGIC = b"OVERPLAN"
-BLOB_VERSION = 4
+BLOB_VERSION = 5
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -750,10 +786,11 @@ _PLAN_SCALARS = (
     "row_tokens",
     "context_cuts",
     "metrics",
+    "offload_layers",
 )
 _PIECE = ("sample", "start", "length")
 _PER_PIECE = ("cp_sizes", "first_ranks")
-_OPTIONAL = (*_PER_PIECE, "counts", "ends")
+_OPTIONAL = (*_PER_PIECE, "counts", "offload", "ends")
 _TOTALS = ("global_loss_tokens", "total_tokens", "squared_tokens")
 _ROUTING = {"encoder": "routing", "audio_encoder": "audio_routing"}
 _ROUTES = ("sender", "receiver", "microbatch", "position", "length", "sample", "start", "row", "heads")

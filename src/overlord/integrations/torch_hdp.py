@@ -60,7 +60,7 @@ class HybridParallel:
     """
 
     def __init__(
-        self, loader: DataLoader, *, group: Any = None, offload: float | Callable[[TorchBatch], float] = 0.0
+        self, loader: DataLoader, *, group: Any = None, offload: float | Callable[[TorchBatch], float] | None = None
     ) -> None:
         """Make the process group; all ranks of the world must call this together.
 
@@ -69,7 +69,7 @@ class HybridParallel:
             group: A process group of this rank's DP x CP ranks, where there is one already. By default it is the
                 world, or where the mesh has tp above 1 a group that is made here.
             offload: The share of the activations that waits on the host between forward and backward, 0 to 1: one for
-                all microbatches, or a function of each. `ol.costs.Offload` computes what computation hides.
+                all microbatches, or a function of each. By default that of the plan (`hdp(offload=..)`), or none.
 
         Raises:
             SpecError: The mesh has pipeline stages, or its ranks are not those of the process group.
@@ -103,7 +103,7 @@ class HybridParallel:
         self._sharded: dict[int, list[Any]] = {}
         self._ratio = offload
         self._offloading = Offloading()
-        if not callable(offload):
+        if offload is not None and not callable(offload):
             self._offloading(offload)  # refuses what is no share
         self._forward = contextlib.ExitStack()
         if grouped:
@@ -204,13 +204,25 @@ class HybridParallel:
         ring = Ring.of(batch, group=self.group, lost=_lost)
         self._ring = ring
         if self._step is not None:  # otherwise there is no backward
-            self._forward.enter_context(self._offloading(self._ratio(batch) if callable(self._ratio) else self._ratio))
+            self._forward.enter_context(self._offloading(self._ratio_of(batch)))
         try:
             with attention_in(ring):
                 yield ring
         finally:
             self._ring = None
             self._forward.close()
+
+    def _ratio_of(self, batch: TorchBatch) -> float:
+        planned = batch.meta.offload_ratio
+        if self._ratio is None:
+            return planned
+        given = self._ratio(batch) if callable(self._ratio) else self._ratio
+        if planned > given:
+            raise SpecError(
+                f"HybridParallel: offload is {given:g}, and the plan counts on {planned:g} of this microbatch's "
+                "activations on the host; this rank would run out of memory. Leave offload out here, or out of hdp()."
+            )
+        return given
 
     def _check_step(self, step: TorchStep) -> None:
         if step.mesh != self.mesh:
@@ -318,8 +330,11 @@ def _tell_failure(rank: int) -> None:
         return
 
     def told(kind: Any, error: BaseException, trace: Any) -> None:
+        why = _failed_rank()
         if not isinstance(error, KeyboardInterrupt):
             _record_failure(f"rank {rank} ended with {kind.__name__}: {error}")
+        if why and not isinstance(error, ServiceLost):  # such as from FSDP, which gathers in the user's own forward
+            error.add_note(f"{why}, before this rank ended.")
         before(kind, error, trace)
 
     told.tells_failure = True  # type: ignore[attr-defined]

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from overlord.core.client_messages import MILLION
 from overlord.core.draw import Buffer, Limits, Pieces, context_pieces
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import ENCODED_BY, LoadingPlan
+from overlord.core.plan import ENCODED_BY, LoadingPlan, tokens_on_device
 from overlord.core.samples import PLAIN
 from overlord.errors import OverlordError, PlanError, SpecError
 from overlord.job.layout_specs import piece_multiple, shape_of
@@ -88,6 +89,8 @@ def check_plan(plan: LoadingPlan, buffer: Buffer, tree: ClientPlaceTree, name: s
         _check_pieces(plan, buffer.draw.meta["tokens"], buffer)
         if plan.cp_sizes is not None or plan.first_ranks is not None:
             _check_blocks(plan)
+        if plan.offload is not None:
+            _check_offload(plan)
         _check_room(plan, buffer, tree)
         for field, encoder in encoders.items():
             _check_form(encoder)
@@ -268,11 +271,38 @@ def _check_blocks(plan: LoadingPlan) -> None:
         raise _Wrong("a rank of a block does not list its piece", remedy)
 
 
+def _check_offload(plan: LoadingPlan) -> None:
+    """Check the shares of activations that wait on the host: one of each microbatch, alike on the ranks of a block."""
+    remedy = "Make such plans by balance(offload=..)"
+    shares, layers = plan.offload, plan.offload_layers
+    bins = (len(plan.bin_offsets) - 1,)
+    if not isinstance(shares, np.ndarray) or shares.dtype.kind not in "iu" or shares.shape != bins:
+        raise _Wrong("its column offload is not one whole number for each microbatch", remedy)
+    if int(shares.min(initial=0)) < 0 or int(shares.max(initial=0)) > MILLION or layers < 1 or plan.first_ranks is None:
+        raise _Wrong("its column offload has no shares in millionths of the activations of some layers", remedy)
+    filled = np.flatnonzero(np.diff(plan.bin_offsets))
+    first = plan.first_ranks[plan.bin_offsets[filled]].astype(np.int64)
+    if not np.array_equal(shares[first * plan.num_microbatches + filled % plan.num_microbatches], shares[filled]):
+        raise _Wrong("the ranks of a block keep different shares of a microbatch on the host", remedy)
+
+
+def _tokens_on_rank(plan: LoadingPlan) -> Any:
+    """Return the tokens that a rank holds in each microbatch, less what waits on the host."""
+    if plan.cp_sizes is None:
+        return plan.loads(plan.padded)
+    held = plan.loads(plan.padded // plan.cp_sizes).reshape(-1)
+    if plan.offload is not None:
+        some = np.flatnonzero((plan.offload > 0) & (np.diff(plan.bin_offsets) > 0))
+        tokens = plan.loads(plan.pieces.length.astype(np.int64)).reshape(-1)[some]
+        kept = tokens_on_device(tokens, plan.offload[some], plan.offload_layers)
+        held[some] = -(-kept // plan.cp_sizes[plan.bin_offsets[some]])
+    return held
+
+
 def _check_room(plan: LoadingPlan, buffer: Buffer, tree: ClientPlaceTree) -> None:
     limits = buffer.limits
-    share = plan.padded if plan.cp_sizes is None else plan.padded // plan.cp_sizes
     cap = limits.microbatch_tokens // (tree.cp if plan.axis == "CP" else 1)
-    fullest = int(plan.loads(share).max(initial=0))
+    fullest = int(_tokens_on_rank(plan).max(initial=0))
     if fullest > cap:
         raise _Wrong(
             f"a microbatch holds {fullest} tokens where batch.microbatch_tokens allows {cap}; a rank would run out of "

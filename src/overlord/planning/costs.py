@@ -20,6 +20,7 @@ from pydantic import PlainValidator, model_validator
 from overlord.core.spec_errors import Fault, conflict, did_you_mean, is_whole, show
 from overlord.errors import SpecError
 from overlord.job.spec_model import Spec, as_number, real
+from overlord.job.spec_model import whole as whole_number
 
 # --------------------------------------------------------------------------------------------------------------
 # `CostModel`: the time of a packed microbatch, as integers, so that every machine compares alike.
@@ -253,12 +254,16 @@ class Offload:
         """Return how many ranks share each sequence: never more than without offloading."""
         return self._solved(lengths, capacity)[1]
 
+    def hidden(self, lengths: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        """Return the share of the activations of each sequence that is copied while computation goes on."""
+        tokens = checked_lengths(lengths).astype(np.float64)
+        seconds = (self.time.alpha * tokens**2 + self.time.beta * tokens + self.time.gamma) / 1e3
+        return np.minimum(1.0, seconds * self.bandwidth / self._activations(tokens))
+
     def _solved(self, lengths: npt.ArrayLike, capacity: int) -> tuple[npt.NDArray[np.float64], Int64s]:
         # More offloading never needs more ranks, so the largest ratio that computation hides solves it.
         tokens, held = checked_lengths(lengths), self._activations(whole("capacity", capacity))
-        saved, kept = self._activations(tokens), min(2, self.layers)
-        seconds = (self.time.alpha * tokens.astype(np.float64) ** 2 + self.time.beta * tokens + self.time.gamma) / 1e3
-        hidden = np.minimum(1.0, seconds * self.bandwidth / saved)
+        saved, kept, hidden = self._activations(tokens), min(2, self.layers), self.hidden(tokens)
         left = kept * saved + (1.0 - hidden) * (self.layers - kept) * saved
         plain, fewer = (np.maximum(1, np.ceil(x / held - 1e-9)).astype(np.int64) for x in (saved, left / self.layers))
         return np.where(fewer < plain, hidden, 0.0), np.minimum(fewer, plain)
@@ -873,5 +878,66 @@ def written_cost(cost: object) -> object:
     )
 
 
+class OffloadCost(Spec):
+    """What a file says of offloading: the fields of `Offload`.
+
+    Example:
+        >>> time = {"alpha": 1.55e-8, "beta": 4.8e-4}
+        >>> OffloadCost(layers=32, act_bytes_per_token=153_000, bandwidth=54e9, time=time).model().layers
+        32
+    """
+
+    layers: Annotated[int, whole_number(1, "nothing would be computed. Give the layers of one rank")]
+    """Layers of one rank."""
+    act_bytes_per_token: Annotated[float, real(0, math.inf, "bytes cannot be negative")]
+    """Bytes that one layer saves for its backward, for each token."""
+    bandwidth: Annotated[float, real(0, math.inf, "a copy would never end")]
+    """Bytes a second between device and host, in the slower direction."""
+    time: Cost
+    """Milliseconds of the forward of one layer."""
+    act_bytes: Annotated[float, real(0, math.inf, "bytes cannot be negative")] = 0.0
+    """Bytes that one layer saves whatever the number of tokens."""
+
+    def model(self) -> Offload:
+        """Return what a strategy takes."""
+        return Offload(self.layers, self.act_bytes_per_token, self.bandwidth, self.time.model(), self.act_bytes)
+
+    @model_validator(mode="after")
+    def _check_together(self) -> OffloadCost:
+        try:
+            self.model()
+        except SpecError as error:
+            raise conflict(str(error)) from None
+        return self
+
+
+def as_offload(value: object) -> Offload:
+    """Return offloading in any form that a strategy takes: itself, or as a file writes it.
+
+    Raises:
+        Fault: It is none of these.
+    """
+    if isinstance(value, Offload):
+        return value
+    if isinstance(value, Mapping):
+        return OffloadCost.nested(cast("object", value)).model()
+    raise Fault(
+        "this must be ol.costs.Offload(..), or a mapping of its fields; it is not known what computation hides. Give "
+        "layers, act_bytes_per_token, bandwidth and time"
+    )
+
+
+def written_offload(offload: Offload) -> dict[str, object]:
+    """Return offloading as a job file holds it.
+
+    Raises:
+        SpecError: Its time is made in Python.
+    """
+    names = ("layers", "act_bytes_per_token", "bandwidth", "act_bytes")
+    return {name: getattr(offload, name) for name in names} | {"time": written_cost(offload.time)}
+
+
+AnyOffload = Annotated[Offload, PlainValidator(as_offload, json_schema_input_type=OffloadCost)]
+"""Offloading in any form that a strategy takes."""
 AnyCost = Annotated[CostFunction, PlainValidator(as_cost, json_schema_input_type=Preset | Cost)]
 """A cost in any form that a strategy takes."""

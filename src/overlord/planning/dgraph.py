@@ -30,7 +30,7 @@ from overlord.planning.balancing.methods import loads as loads_of
 from overlord.planning.balancing.microbatches import Placement, place_tokens
 from overlord.planning.balancing.packing import PackMethod, fill_bins, place_bins
 from overlord.planning.checking import SPLIT_AXES, check_inputs
-from overlord.planning.costs import CostFunction, as_costs, takes_metrics
+from overlord.planning.costs import CostFunction, Offload, as_costs, takes_metrics
 from overlord.planning.encoder import Scope, place_images, split_images
 
 Int64s = npt.NDArray[np.int64]
@@ -76,6 +76,9 @@ class DGraph:
     cp_sizes: Int64s | None = field(default=None, repr=False)
     """Hybrid data parallelism: how many ranks share each item."""
     counts: npt.NDArray[np.int32] | None = field(default=None, repr=False)
+    offload: Int64s | None = field(default=None, repr=False)
+    """Which share of the activations of each item's microbatch waits on the host, in millionths."""
+    offload_layers: int = 0
     owner: LoadingPlan | None = field(default=None, repr=False)
     scope: Scope = "world"
 
@@ -203,6 +206,7 @@ class DGraph:
         reorder: bool | None = None,
         equal_counts: bool | None = None,
         blocks: Blocks | None = None,
+        offload: Offload | None = None,
     ) -> DGraph:
         """Divide every bucket into microbatches and give each about the same cost.
 
@@ -211,9 +215,9 @@ class DGraph:
         Args:
             method: "greedy", "karmarkar_karp", "zigzag", or a function (costs, num_bins, sizes, capacity) -> bins.
             objective: What is made small: the largest "sum" of a bucket; "lockstep", the sum over microbatches of
-                the largest bucket (FSDP, EP), by default; "pipeline", the time of the slowest pipeline. Over "CP"
-                without equal counts it is by default "sum", or "pipeline" on a mesh with pipeline stages. With
-                "intra" it is "lockstep".
+                the largest bucket (EP, or FSDP that gathers weights for each), by default; "pipeline", the time of the
+                slowest pipeline. Over "CP" without equal counts it is by default "sum", or "pipeline" on a mesh with
+                pipeline stages. With "intra" it is "lockstep".
             level: "interleaved" (any item to any microbatch of any bucket; by default), "inter" (buckets first, then
                 the microbatches of each), "intra" (items stay in the microbatch they were drawn for).
             reorder: Whether the costliest item of a microbatch comes first (by default); False keeps the drawing
@@ -222,9 +226,12 @@ class DGraph:
                 unless the objective is "sum" or "pipeline").
             blocks: Over "CP": which ranks may share a sequence: "aligned", 2, 4, .. ranks from a multiple of their
                 number on (by default), or "any" number of neighbours.
+            offload: Over "CP": share long sequences among fewer ranks, where computation hides that a share of their
+                activations waits on the host; the plan says how much of each microbatch must.
         """
         self._need("balance", axis=True, costs=True)
         _check_balance(self, objective, level, reorder, equal_counts, blocks)
+        _check_offload(self, offload)
         assert self.costs is not None
         if self.modality != "tokens":
             places = place_images(
@@ -239,7 +246,7 @@ class DGraph:
             shape = shape_of(self.buffer.limits, self.tree, "CP")
             placed = place_hybrid(
                 self.buffer, self.items, self.costs, self.tree, objective=aim, equal_counts=equal,
-                blocks=blocks or "aligned", method=method, rank_multiple=shape.get("bin_multiple", 1),
+                blocks=blocks or "aligned", method=method, rank_multiple=shape.get("bin_multiple", 1), offload=offload,
             )  # fmt: skip
             detail = f"{_name(method)}, {aim}: {placed.detail}"
         else:
@@ -247,7 +254,8 @@ class DGraph:
             how = partial(place, method=method, objective=aim, level=where, group_size=self.group_size)
             placed = place_tokens(self.buffer, self.items, self.costs, self.padded, self.tree, how)
             detail = f"{_name(method)}, {aim}, {where}: {placed.detail}"
-        return self._with_placement("balance", detail, placed, reorder=reorder is not False)
+        layers = 0 if offload is None else offload.layers
+        return self._with_placement("balance", detail, placed, reorder=reorder is not False, offload_layers=layers)
 
     def pack(self, method: PackMethod = "best_fit") -> DGraph:
         """Fill microbatches as full as they go, then give every bucket as many of them, those of like cost together.
@@ -310,6 +318,10 @@ class DGraph:
                 "cp_sizes": self.cp_sizes[shared].astype(np.int32),
                 "first_ranks": firsts.astype(np.int32),
             }
+            if self.offload is not None:
+                shares = np.zeros(self.num_buckets * self.num_microbatches, np.int32)
+                shares[places] = self.offload[index]
+                extra |= {"offload": shares, "offload_layers": self.offload_layers}
         shape = (self.num_buckets, self.num_microbatches)
         plan = lay_out(self.buffer.draw, items, places, *shape, order=order, pad_multiple=self.pad_multiple)
         plan = plan.with_kind(self.axis, self.modality, self.broadcast)
@@ -367,9 +379,12 @@ class DGraph:
     def _with(self, primitive: str, detail: str, **changes: Any) -> DGraph:
         return dataclasses.replace(self, edges=(*self.edges, Edge(primitive, detail)), **changes)
 
-    def _with_placement(self, primitive: str, detail: str, placed: Placement, *, reorder: bool) -> DGraph:
-        at = {"places": placed.places, "num_microbatches": placed.count}
-        return self._with(primitive, detail, reorder=reorder, cp_sizes=placed.cp_sizes, counts=placed.counts, **at)
+    def _with_placement(
+        self, primitive: str, detail: str, placed: Placement, *, reorder: bool, offload_layers: int = 0
+    ) -> DGraph:
+        at = {"places": placed.places, "num_microbatches": placed.count, "cp_sizes": placed.cp_sizes}
+        kept = {"offload": placed.offload, "offload_layers": offload_layers}
+        return self._with(primitive, detail, reorder=reorder, counts=placed.counts, **at, **kept)
 
     def _costed(self, fn: CostFunction) -> DGraph:
         limits = self.buffer.limits
@@ -637,6 +652,21 @@ def _check_balance(
     if objective == "pipeline" and graph.tree.pp == 1:
         raise refuse(
             "objective", objective, f"the mesh {graph.tree} has one stage", "Use 'sum', or a mesh with pp > 1."
+        )
+
+
+def _check_offload(graph: DGraph, offload: Offload | None) -> None:
+    """Raise SpecError where offloading is given and cannot change a plan."""
+    if offload is None:
+        return
+    if graph.modality != "tokens" or graph.axis != "CP":
+        raise SpecError(
+            f"balance: offload is given, and no blocks of ranks are made for {graph.modality} over {graph.axis}, which "
+            "it could make smaller; it would be ignored. Leave it out, or use distribute(axis='CP') with tokens."
+        )
+    if not isinstance(offload, Offload):
+        raise SpecError(
+            f"balance: offload is {offload!r:.80}; it is not known what computation hides. Use ol.costs.Offload(..)."
         )
 
 

@@ -26,7 +26,7 @@ from overlord.planning.balancing.methods import deal
 from overlord.planning.balancing.microbatches import least_labels, no_room, spread_labels
 from overlord.planning.balancing.packing import PackMethod
 from overlord.planning.checking import Strategy
-from overlord.planning.costs import AnyCost, CostFunction, written_cost
+from overlord.planning.costs import AnyCost, AnyOffload, CostFunction, written_cost, written_offload
 from overlord.planning.dgraph import DGraph
 from overlord.planning.encoder import Scope
 
@@ -78,6 +78,8 @@ class StrategySpec(Spec, ABC):
         for option, value in self.__repr_args__():
             if option in _COSTS:
                 options[option] = written_cost(value)
+            elif isinstance(value, costs.Offload):
+                options[option] = written_offload(value)
             elif callable(value):
                 raise SpecError(
                     f"strategy.{name}.{option} is a Python function, which YAML cannot hold; the file would not give "
@@ -254,6 +256,10 @@ class hdp(StrategySpec):
     blocks: Blocks = "aligned"
     """aligned: blocks of 2, 4, .. ranks from a multiple of their number on, for process groups made ahead; any: of any
     number of neighbours."""
+    offload: AnyOffload | None = None
+    """Share long sequences among fewer ranks, where computation hides that a share of their activations waits on the
+    host (`ol.costs.Offload`). The share of each microbatch is its `batch.meta.offload_ratio`: the trainer must keep so
+    much there, as `HybridParallel` does."""
     broadcast: _Axes = ()
     """Axes along which the trainer broadcasts."""
 
@@ -266,6 +272,7 @@ class hdp(StrategySpec):
             reorder=False,
             equal_counts=self.equal_counts,
             blocks=self.blocks,
+            offload=self.offload,
         )
         return _broadcast(graph, self.broadcast).plan()
 

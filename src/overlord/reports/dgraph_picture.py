@@ -15,7 +15,7 @@ from textwrap import wrap
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.plan import pad_lengths
+from overlord.core.plan import pad_lengths, tokens_on_device
 from overlord.core.spec_errors import did_you_mean
 from overlord.errors import SpecError
 from overlord.planning.balancing.evenness import in_lockstep, over_ranks
@@ -193,6 +193,9 @@ def fullest_bin(graph: DGraph) -> tuple[float, int] | None:
     widths = _widths(graph)
     multiple = graph.pad_multiple if graph.cp_sizes is None else np.where(widths > 1, 2 * widths, 1)
     sizes = pad_lengths(graph.items.length, multiple) // widths
+    if graph.offload is not None:
+        kept = tokens_on_device(graph.items.length.astype(np.int64), graph.offload, graph.offload_layers)
+        sizes = np.where(graph.offload > 0, kept // widths, sizes)
     item, bins = placed_items(graph)
     cap = max(1, graph.buffer.limits.microbatch_tokens // (graph.tree.cp if graph.cp_sizes is not None else 1))
     return float(np.bincount(bins, weights=sizes[item]).max()) / cap, cap

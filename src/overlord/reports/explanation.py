@@ -511,4 +511,6 @@ def graph_of(plan: LoadingPlan, buffer: Buffer, tree: ClientPlaceTree, cost: Cos
         broadcast=plan.broadcast,
         cp_sizes=None if plan.cp_sizes is None else plan.cp_sizes[order].astype(np.int64),
         counts=plan.counts,
+        offload=None if plan.offload is None else plan.offload[bins[order]].astype(np.int64),
+        offload_layers=plan.offload_layers,
     )

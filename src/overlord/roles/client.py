@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.client_messages import SLICINGS, StepHeader
+from overlord.core.client_messages import MILLION, SLICINGS, StepHeader
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.samples import SampleId
 from overlord.core.spec_errors import is_whole
@@ -174,6 +174,11 @@ class BatchMeta:
 
         On every rank it grows from microbatch to microbatch. So all ranks that run theirs one after another meet the
         ranks they share one with in one global order, and no two of them wait for each other.
+        """
+        self.offload_ratio = facts.get("offload", 0) / MILLION
+        """The share of its activations that must wait on the host between forward and backward, 0 to 1.
+
+        It is 0 unless the strategy plans with offloading (`hdp(offload=..)`), and the same on all ranks that share it.
         """
         self.slicing = SLICINGS[facts.get("slicing", 0)]
         """How the ranks that share a sequence cut it: see `ol.Layout`."""

@@ -24,9 +24,10 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from overlord.core.client_messages import MILLION
 from overlord.core.draw import Buffer, Pieces
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import pad_lengths
+from overlord.core.plan import least_offload, pad_lengths, tokens_on_device
 from overlord.errors import PlanError, SpecError
 from overlord.planning.balancing.balance import Method, Objective, kernel_of
 from overlord.planning.balancing.methods import (
@@ -40,6 +41,7 @@ from overlord.planning.balancing.methods import (
     loads,
 )
 from overlord.planning.balancing.microbatches import SLACK, Placement, no_room
+from overlord.planning.costs import Offload
 
 Int32s = npt.NDArray[np.int32]
 Blocks = Literal["aligned", "any"]
@@ -57,6 +59,7 @@ def place_hybrid(
     blocks: Blocks = "aligned",
     method: Method = "greedy",
     rank_multiple: int = 1,
+    offload: Offload | None = None,
 ) -> Placement:
     """Spread pieces over the DP x CP ranks: blocks of them share what one rank cannot hold, or not in time.
 
@@ -71,6 +74,7 @@ def place_hybrid(
         blocks: Which ranks may form a block.
         method: How pieces get their blocks or microbatches.
         rank_multiple: What the tokens of a microbatch on one rank are rounded up to.
+        offload: What computation hides of copies to the host, by which long pieces need fewer ranks.
 
     Raises:
         PlanError: A piece needs a block that the ranks cannot be cut into, or the pieces do not fit.
@@ -80,11 +84,12 @@ def place_hybrid(
     if cap >= rank_multiple:
         cap -= cap % rank_multiple  # the padding behind the last piece counts, too
     lengths = items.length.astype(np.int64)
-    needed = ranks_needed(lengths, cap, blocks)
+    rooms = lengths if offload is None else _rooms(lengths, cap, blocks, offload)
+    needed = ranks_needed(rooms, cap, blocks)
     largest = int(needed.max(initial=1))
     nested = objective == "sum" and blocks == "aligned"
     if largest > ranks or (nested and ranks % largest):
-        any_fits = int(ranks_needed(lengths, cap, "any").max(initial=1)) <= ranks
+        any_fits = int(ranks_needed(rooms, cap, "any").max(initial=1)) <= ranks
         raise PlanError(
             f"step {buffer.step}: a sample of {int(lengths.max())} tokens needs {largest} ranks of {cap} tokens "
             f"each, and {ranks} ranks cannot be cut into blocks of {largest}. Raise batch.microbatch_tokens, lower the "
@@ -92,20 +97,40 @@ def place_hybrid(
             "it."
         )
     placed = hybrid_microbatches(
-        costs, lengths, ranks, cap, objective=objective, equal_counts=equal_counts, blocks=blocks, method=method,
+        costs, rooms, ranks, cap, objective=objective, equal_counts=equal_counts, blocks=blocks, method=method,
         widen=tree.cp > 1, multiple=tree.microbatch_multiple, count=fixed,
     )  # fmt: skip
     if placed is None:
         raise no_room(buffer, lengths, ranks)
     counts, most = placed.num_microbatches, max(1, int(placed.num_microbatches.max(initial=1)))
-    widest = int(placed.cp_size.max(initial=1))
-    return Placement(
-        placed.first_rank.astype(np.int64) * most + placed.microbatch,
-        most,
-        placed.cp_size.astype(np.int64),
-        counts,
-        f"blocks of 1 to {widest} of {ranks} ranks, at most {most} microbatches",
-    )
+    places, widths = placed.first_rank.astype(np.int64) * most + placed.microbatch, placed.cp_size.astype(np.int64)
+    detail = f"blocks of 1 to {int(widths.max(initial=1))} of {ranks} ranks, at most {most} microbatches"
+    if offload is None:
+        return Placement(places, most, widths, counts, detail)
+    shares = _offloaded(places, widths, lengths, ranks * most, cap, offload.layers)
+    detail += f", {len(np.unique(places[shares > 0]))} of them with activations on the host"
+    return Placement(places, most, widths, counts, detail, shares)
+
+
+def _rooms(lengths: Int64s, cap: int, blocks: Blocks, offload: Offload) -> Int64s:
+    """Return the tokens whose activations stay on the device, of each item; all where no rank would be saved."""
+    hidden = np.floor(MILLION * offload.hidden(lengths)).astype(np.int64)
+    kept = tokens_on_device(lengths, hidden, offload.layers)
+    return np.where(ranks_needed(kept, cap, blocks) < ranks_needed(lengths, cap, blocks), kept, lengths)
+
+
+def _offloaded(places: Int64s, widths: Int64s, lengths: Int64s, bins: int, cap: int, layers: int) -> Int64s:
+    """Return which share of the activations of each item's microbatch must wait on the host, so that the rest fits.
+
+    Copies of a microbatch are hidden as those of each of its items are: the share that it needs is at most the mean of
+    theirs, by tokens. Padding (less than two tokens of an item on a rank) is not counted where something waits.
+    """
+    padded = pad_lengths(lengths, np.where(widths > 1, 2 * widths, 1))
+    room = np.zeros(bins, np.int64)
+    room[places] = widths * cap
+    over = loads(padded, places, bins) > room
+    share = np.maximum(1, least_offload(loads(lengths, places, bins), room, layers))
+    return np.where(over, share, 0)[places]
 
 
 def spread_over_blocks(places: Int64s, cp_sizes: Int64s, count: int) -> tuple[Int64s, Int64s]:

@@ -33,6 +33,8 @@ class Placement:
     counts: npt.NDArray[np.int32] | None = None
     """Microbatches of each bucket, where they differ."""
     detail: str = ""
+    offload: Int64s | None = None
+    """Which share of the activations of each item's microbatch waits on the host, in millionths."""
 
 
 def least_labels(buffer: Buffer, items: Pieces) -> Int64s:

@@ -190,6 +190,8 @@ def pack_microbatch(
         "meta.loss_tokens": labels,
         "meta.order": plan.order(bucket, microbatch),
     }
+    if plan.offload is not None:
+        scalars["meta.offload"] = plan.offload_of(bucket, microbatch)
     if ranks > 1:
         cut = "zigzag" if one.rows and plan.slicing == "whole_zigzag" else plan.slicing  # of rows it means the same
         scalars |= {"meta.first_place": first_place, "meta.slicing": SLICINGS.index(cut)}
