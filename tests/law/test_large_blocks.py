@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import overlord as ol
 from overlord.core.states import sealed
 from overlord.errors import StateError
+from overlord.readers.spill import HeldRows
 from overlord.testing import assert_resumes_anywhere, stream_digests
 
 ROWS = 3_000
@@ -118,3 +119,20 @@ def test_a_state_of_the_old_order_is_refused(tmp_path: Path, cache):
         ol.launch(job, runtime="inline", cache=cache, state=sealed(state)) as service,
     ):
         next(service.client())
+
+
+def test_the_stream_is_the_same_however_much_of_the_shuffle_is_on_disk(tmp_path: Path, cache, monkeypatch):
+    jobs = [job_of(tmp_path, kind) for kind in ("tokens", "text")]
+    job = jobs[1].replace(sources=[source.replace(name=source.sample.column) for one in jobs for source in one.sources])
+    spills: list[int] = []
+    plain = HeldRows.spill
+    monkeypatch.setattr(HeldRows, "spill", lambda rows, folder: (spills.append(rows.nbytes), plain(rows, folder)))
+    found: list[list[str]] = []
+    for budget in ("512MiB", "8KiB"):
+        with ol.launch(job, runtime="inline", cache=cache, budget=budget) as service, service.client() as client:
+            taken = [next(client) for _ in range(20)]
+            found.append(
+                [digest for step in taken for digest in (step.plan_digest, *(b.digest() for b in step.microbatches))]
+            )
+        assert bool(spills) == (budget == "8KiB")
+    assert found[0] == found[1]

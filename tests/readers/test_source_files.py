@@ -21,7 +21,7 @@ import pytest
 from pyarrow import fs
 
 from overlord.core.order import NO_GROUP, DataFile, SourceOrder
-from overlord.core.ragged import RowBatch
+from overlord.core.ragged import Ragged, RowBatch, take_rows
 from overlord.errors import ReaderError
 from overlord.readers import source_files, spill
 from overlord.readers.files import StoredFile
@@ -247,3 +247,47 @@ def test_blocks_kept_for_their_parts_stay_within_a_bound(tmp_path: Path, open_so
     for file in range(12):
         next(source.stream(file, 0, skip=5, stop=9, batch_rows=3))
     assert len(source._spilled._blocks) == 4
+
+
+def group_rows(number: int) -> RowBatch:
+    """Return 100 rows of 10 KB each, and the columns of other kinds."""
+    values = np.random.default_rng(number).integers(0, 255, 1_000_000).astype(np.uint8)
+    return {
+        "jpg": Ragged(values, np.arange(0, 1_000_001, 10_000)),
+        "ids": Ragged(np.arange(100, dtype=np.int32), np.r_[0, np.full(100, 100)]),
+        "n": np.arange(100.0),
+    }
+
+
+def test_groups_beyond_the_budget_are_on_disk_and_give_the_same_rows(tmp_path: Path):
+    groups = spill.HeldGroups(tmp_path / "new", budget_bytes=3_100_000)
+    held = [groups.hold(group_rows(number)) for number in range(3)]
+    assert groups.nbytes > 3_000_000, "what fits the budget stays in memory"
+    held[0].take(np.array([1]))  # the second one is now the least recently read
+    held += [groups.hold(group_rows(number)) for number in range(3, 5)]
+    assert [one.nbytes > 0 for one in held] == [True, False, False, True, True]
+    assert groups.nbytes <= 3_100_000 and list((tmp_path / "new").iterdir()) == []
+    asked = np.array([99, 3, 3, 0, 57])
+    for number, one in enumerate(held):
+        rows, wanted = one.take(asked), take_rows(group_rows(number), asked)
+        assert rows["n"].dtype == np.float64 and rows_equal(rows, wanted)
+    del one
+    held.clear()
+    assert groups.nbytes == 0
+
+
+def rows_equal(rows: RowBatch, others: RowBatch) -> bool:
+    return list(rows) == list(others) and all(
+        np.array_equal(column.values, other.values) and np.array_equal(column.offsets, other.offsets)
+        if isinstance(column, Ragged) and isinstance(other, Ragged)
+        else np.array_equal(column, other)  # type: ignore[arg-type]
+        for column, other in zip(rows.values(), others.values(), strict=True)
+    )
+
+
+def test_groups_stay_in_memory_where_the_disk_is_full(tmp_path: Path, caplog):
+    (tmp_path / "spill").write_text("in the way")
+    groups = spill.HeldGroups(tmp_path / "spill", budget_bytes=0)
+    held = [groups.hold(group_rows(number)) for number in range(3)]
+    assert groups.nbytes > 3_000_000 and rows_equal(held[0].take(np.arange(100)), group_rows(0))
+    assert len(caplog.records) == 1 and "stay in memory" in caplog.text and "spill cannot take it" in caplog.text

@@ -28,6 +28,7 @@ from overlord.core.samples import FILE_SHIFT
 from overlord.errors import OverlordError, SourceError
 from overlord.readers.files import StoredFile, verify_unchanged
 from overlord.readers.reader import BlockIndex, DamagedFile, Reader, reason_of, unreadable
+from overlord.readers.spill import HeldGroups
 from overlord.storage import replacing
 
 logger = logging.getLogger("overlord")
@@ -47,10 +48,12 @@ class IndexCache:
     The folder is created if it is missing, and can be removed at any time: what is needed is built again.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, group_bytes: int = 64 << 20) -> None:
         self._folder = folder
         self.scratch = folder / "spill"
-        """Folder for spilled blocks; its files are unnamed and vanish when they are closed."""
+        """Folder for spilled rows; its files are unnamed and vanish when they are closed."""
+        self.groups = HeldGroups(self.scratch, group_bytes)
+        """The shuffle groups of all sources with this cache, of which so many bytes are held in memory."""
         # Threads that want the same file get the same lock; files may share a lock.
         self._locks = [threading.Lock() for _ in range(_NUM_LOCKS)]
         self._table_lock = threading.Lock()  # building a table indexes files

@@ -47,7 +47,7 @@ from overlord.readers.mds import MdsReader
 from overlord.readers.megatron_files import MegatronReader
 from overlord.readers.parquet import ParquetReader
 from overlord.readers.reader import BlockIndex, Reader, Rows, missing_column, reason_of, unreadable
-from overlord.readers.spill import SpilledBlocks, SpilledFiles, SpillPlace, spill_rows
+from overlord.readers.spill import HeldRows, SpilledBlocks, SpilledFiles, SpillPlace, spill_rows
 from overlord.readers.tar_shards import TarReader
 from overlord.storage import StorageOptions
 
@@ -207,6 +207,10 @@ class SourceFiles:
         missing = [file for file in files if self._cache.find(file, self._reader, columns) is None]
         if len(missing) > 1:
             build_indices(self._cache, missing, self._reader, columns)
+
+    def hold(self, rows: RowBatch) -> HeldRows:
+        """Hold the rows of a shuffle group, in memory or on disk."""
+        return self._cache.groups.hold(rows)
 
     def forget(self) -> None:
         """Drop indices in memory (they stay in the cache folder) and spilled blocks."""

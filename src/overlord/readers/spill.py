@@ -1,10 +1,12 @@
-"""Spills: blocks that a format can only decode in one large piece, kept on disk while they are read.
+"""Spills: rows on disk while they are read: blocks that a format can only decode in one large piece, and shuffle groups
+beyond what a host holds of them in memory.
 
 Rules of this file:
 1. A spill is an unnamed file: nothing is left behind, however the process ends.
 2. A process decodes one block at a time: the peak of memory is that of one block, not of every open stream.
 3. The rows come back exactly as they were written, column by column and type by type.
 4. A block that is read in parts is decoded once for all of them.
+5. Which groups are in memory depends on time; what is read from them does not.
 
 How it works: the arrays of a block are written batch by batch into a temporary file, which is then mapped; closing the
 handle leaves only the mapping. Reading looks up the batch of a row by bisection and yields views of the mapping.
@@ -15,6 +17,8 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
+import logging
 import mmap
 import shutil
 import tempfile
@@ -28,12 +32,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from overlord.core.order import MAX_STREAMS, SPAN_BYTES
-from overlord.core.ragged import Array, Ragged, RowBatch, num_bytes, num_rows, slice_rows
+from overlord.core.ragged import Array, Ragged, RowBatch, num_bytes, num_rows, slice_rows, take_rows
 from overlord.errors import ReaderError
 from overlord.readers.reader import Rows, reason_of
+
+logger = logging.getLogger("overlord")
 
 BATCH_BYTES = 256 << 10
 """About how many bytes are decoded at a time while a block is written."""
@@ -46,6 +53,7 @@ _KEPT_BLOCKS = 4
 _ALIGNMENT = 8
 _ONE_AT_A_TIME = threading.Lock()
 
+Rows64 = npt.NDArray[np.int64]
 Column = tuple[str, np.dtype[Any], bool]
 """A column of a spilled block: its name, the type of its values, and whether it is ragged."""
 
@@ -147,6 +155,13 @@ class SpilledBlock:
                         passed = 0
         finally:
             # Also after a row or two: the page cache may map 2 MB around a row that is touched.
+            self._release_pages()
+
+    def take(self, rows: Rows64) -> RowBatch:
+        """Return copies of the given rows, in that order, of a block that was written in one batch."""
+        try:
+            return take_rows(self._batch(0), rows)
+        finally:
             self._release_pages()
 
     def _batch(self, number: int) -> RowBatch:
@@ -254,6 +269,86 @@ class SpilledFiles:
             self._files.clear()
 
 
+class HeldRows:
+    """The rows of a shuffle group, in memory or on disk. Threads may share it.
+
+    Args:
+        rows: All of them.
+        clock: Counts the reads of all groups of the process.
+    """
+
+    def __init__(self, rows: RowBatch, clock: Iterator[int]) -> None:
+        self._rows: RowBatch | SpilledBlock = rows
+        self._clock = clock
+        self.used = next(clock)
+        """When it was last read, by the clock."""
+        self.nbytes = num_bytes(rows)
+        """Bytes in memory."""
+
+    def take(self, rows: Rows64) -> RowBatch:
+        """Return copies of the given rows, in that order."""
+        self.used = next(self._clock)
+        held = self._rows  # another thread may be spilling them
+        return held.take(rows) if isinstance(held, SpilledBlock) else take_rows(held, rows)
+
+    def spill(self, folder: Path) -> None:
+        """Move the rows to disk; rows that are being read stay until they are copied.
+
+        Raises:
+            ReaderError: The folder cannot be written, or its disk is full.
+        """
+        if not isinstance(self._rows, SpilledBlock):
+            block = _write_batches(iter([self._rows]), SpillPlace(folder, "a shuffle group", self.nbytes))
+            self._rows, self.nbytes = block or self._rows, 0
+
+
+class HeldGroups:
+    """The shuffle groups that a process reads: the most recently read are in memory, the others on disk.
+
+    Every source that is drawn has a group of up to its `shuffle_bytes`, and most sources of many are drawn rarely. A
+    group that is being added stays in memory, however large it is.
+
+    Args:
+        folder: Where groups are spilled.
+        budget_bytes: How much of them is in memory; other groups are spilled, the least recently read first.
+    """
+
+    def __init__(self, folder: Path, budget_bytes: int) -> None:
+        self._folder = folder
+        self._budget = budget_bytes
+        self._lock = threading.Lock()
+        self._clock = itertools.count()
+        self._groups: weakref.WeakSet[HeldRows] = weakref.WeakSet()
+        self._disk_failed = False
+
+    def hold(self, rows: RowBatch) -> HeldRows:
+        """Hold the rows of a group for as long as the caller has a reference to what is returned."""
+        new = HeldRows(rows, self._clock)
+        with self._lock:
+            others = sorted((one for one in self._groups if one.nbytes), key=lambda one: one.used)
+            self._groups.add(new)
+            total = new.nbytes + sum(one.nbytes for one in others)
+            for one in others:
+                if total <= self._budget or self._disk_failed:
+                    break
+                total -= one.nbytes
+                self._spill(one)
+        return new
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the groups that are in memory."""
+        with self._lock:
+            return sum(one.nbytes for one in self._groups)
+
+    def _spill(self, group: HeldRows) -> None:
+        try:
+            group.spill(self._folder)
+        except ReaderError as error:
+            self._disk_failed = True
+            logger.warning("shuffle groups stay in memory from now on, beyond what the budget allows them: %s", error)
+
+
 def most_kept(total: int, largest: int) -> int:
     """Return how many bytes the spilled blocks of a source take on disk, at most.
 
@@ -310,7 +405,8 @@ def _write_batches(batches: Iterator[RowBatch], place: SpillPlace) -> SpilledBlo
             return None
         with _disk_errors(place):
             handle.flush()
-            mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+            # Private, so that its arrays count as writable: numba would compile its kernels anew for others.
+            mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
     return SpilledBlock(mapped, written, first_rows)
 
 

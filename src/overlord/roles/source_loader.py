@@ -3,7 +3,8 @@
     SourceLoader     summary_buffer: metadata of the samples from a cursor on; loader_do_plan, finish, hand_over: the
                      planned samples, popped, transformed and returned as columns
     ReadBuffer       chunks of measured rows, in the source's order, until a plan pops them
-    GroupReader      reads one group in its keyed order: k streams merged, or a small group held whole
+    GroupReader      reads one group in its keyed order: k streams merged, or a small group held whole (on disk, where
+                     the groups of all sources are more than the host's budget for them)
     ShadowLoader     a standby with a warm read buffer, which follows the position of a SourceLoader (paper section 6.1)
     LoaderCounters   what a loader has counted: samples seen, bad samples, wrong lengths
     PlacementChoice  whether media are decoded here or in the DataConstructor (paper section 6.2)
@@ -176,6 +177,14 @@ def gather(picks: list[tuple[Chunk, npt.NDArray[np.int64]]]) -> RowBatch:
     return concat_rows([take_rows(chunk.kept, rows) for chunk, rows in picks])
 
 
+class HeldRows(Protocol):
+    """The rows of a group, in memory or on disk."""
+
+    def take(self, rows: Int64s) -> RowBatch:
+        """Return copies of the given rows, in that order."""
+        ...
+
+
 class Blocks(Protocol):
     """The files of one source, block by block."""
 
@@ -195,6 +204,10 @@ class Blocks(Protocol):
         """Return the first row of a block, counted from the start of its file."""
         ...
 
+    def hold(self, rows: RowBatch) -> HeldRows:
+        """Hold the rows of a group, in memory or on disk."""
+        ...
+
     def forget(self) -> None:
         """Drop the indices held in memory."""
         ...
@@ -208,7 +221,7 @@ class GroupReader:
         self.offset = offset
         self._files = files
         self._streams: dict[int, _BlockStream] = {}
-        self._whole: RowBatch | None = None
+        self._whole: HeldRows | None = None
         self._base = np.array(
             [
                 (int(f) << FILE_SHIFT) + files.row_base(int(f), int(b)) + int(first)
@@ -237,9 +250,9 @@ class GroupReader:
                 parts.append(stream.take(count))
                 if self.group.is_part[slot]:
                     held.append(stream)  # its rows may be views of a mapped file: keep it open until they are copied
-            self._whole = concat_rows(parts)
+            self._whole = self._files.hold(concat_rows(parts))
         base = np.cumsum(self.group.rows) - self.group.rows
-        return take_rows(self._whole, base[slots] + rows)
+        return self._whole.take(base[slots] + rows)
 
     def _read_streams(self, slots: Int64s, rows: Int64s) -> RowBatch:
         # Rows of the k blocks are interleaved: take the rows of each block from its stream at once, then restore the

@@ -391,6 +391,8 @@ class Prepared:
     tokenizer_digest: str
     transforms: Sequence[SampleTransform]
     """One for each source."""
+    cache: IndexCache
+    """Indices of files, and the shuffle groups that are held of all sources."""
     isolate: Isolate | None = None
     """Brings Python code that holds the interpreter into process workers."""
     isolate_reader: IsolateReader | None = None
@@ -401,6 +403,10 @@ class Prepared:
     """The user's hooks; a host starts those of its own roles."""
     gone: frozenset[str] = frozenset()
     """Sources that came and were removed while the stream ran: they keep their numbers, and are not opened again."""
+
+
+GROUPS_OF_BUDGET = 8
+"""The part of the budget of bytes ahead, one in so many, that the shuffle groups of a process have in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,8 +445,9 @@ def prepare(
     warm_job(job, options.layout)  # no step may wait for a compiler; a wrong job need not either
     given = {kind: getattr(options, kind) for kind in HOOK_KINDS}
     hooks = {kind: RunningHook(hook, kind, job.seed) for kind, hook in given.items() if hook is not None}
+    cache = IndexCache(Path(options.cache) / "index", options.budget_bytes // GROUPS_OF_BUDGET)
     return Prepared(
-        job, options, digest, transforms, isolate, isolate_reader,
+        job, options, digest, transforms, cache, isolate, isolate_reader,
         coming=len(names_to_come(state)), hooks=hooks, gone=gone,
     )  # fmt: skip
 
@@ -449,7 +456,7 @@ def try_files(
     prepared: Prepared, numbers: Sequence[int], callers: Workers, progress: Progress | None = None
 ) -> dict[int, SourceFiles | OverlordError]:
     """Open some of a job's sources; return the files of each, or why they cannot be had."""
-    sources, cache = prepared.job.sources, IndexCache(Path(prepared.options.cache) / "index")
+    sources, cache = prepared.job.sources, prepared.cache
     found: dict[int, SourceFiles | OverlordError] = {
         number: NoFiles(sources[number].name, sources[number].format, cache) for number in numbers
     }

@@ -42,7 +42,7 @@ from overlord.core.messages import (
     ServeCaller,
     WorkerMessage,
 )
-from overlord.core.ragged import Kind, Ragged, RowBatch, num_rows
+from overlord.core.ragged import Kind, Ragged, RowBatch, num_bytes, num_rows
 from overlord.errors import ClosedError, ReaderError, ServiceLost, SourceError
 from overlord.readers.files import StoredFile, verify_unchanged
 from overlord.readers.parquet_footer import warm_footer
@@ -52,6 +52,7 @@ from overlord.runtimes.supervision.child import LIMITS, Limits
 from overlord.runtimes.supervision.fork_server import ChildLost, ForkedChild, ForkServer
 from overlord.runtimes.supervision.work_clock import Spent, WorkClock, note_help
 from overlord.runtimes.transport.role_codec import receive_message, receive_rows, send_message, send_rows
+from overlord.runtimes.transport.shared_memory import FreedMemory
 
 logger = logging.getLogger("overlord")
 
@@ -401,6 +402,7 @@ def _checked(answer: tuple[WorkerMessage, RowBatch]) -> tuple[RowsMade, RowBatch
 INDEX_COLUMNS = ("rows", "bytes", "start", "stop", "first_row")
 """The arrays of an index, as they travel."""
 
+_freed = FreedMemory(every_bytes=64 << 20)
 Streams = dict[int, Iterator[RowBatch]]
 Answer = tuple[RowsMade | RowsFailed, RowBatch]
 
@@ -426,20 +428,26 @@ def serve(control: socket.socket) -> None:
 
 def _serve_caller(caller: socket.socket, streams: Streams) -> None:
     with caller:
-        while True:
-            try:
-                head, rows = receive_rows(caller)
-                assert isinstance(head, ReaderRequest), "a service asks its own reader processes"
-                for stream in head.dropped:
-                    streams.pop(stream, None)
-                clock = WorkClock()
-                answer, made = _answer(head, rows, streams)
-                if isinstance(answer, RowsMade):
-                    spent = clock.spent()
-                    answer = replace(answer, cpu_s=spent.cpu_s, waited_s=spent.waited_s)
-                send_rows(caller, answer, made)
-            except ServiceLost:
-                return
+        try:
+            while True:
+                _serve_request(caller, streams)
+        except ServiceLost:
+            return
+
+
+def _serve_request(caller: socket.socket, streams: Streams) -> None:
+    # A function, so that no thread keeps the rows of its last answer while it waits for the next request.
+    head, rows = receive_rows(caller)
+    assert isinstance(head, ReaderRequest), "a service asks its own reader processes"
+    for stream in head.dropped:
+        streams.pop(stream, None)
+    clock = WorkClock()
+    answer, made = _answer(head, rows, streams)
+    if isinstance(answer, RowsMade):
+        spent = clock.spent()
+        answer = replace(answer, cpu_s=spent.cpu_s, waited_s=spent.waited_s)
+    send_rows(caller, answer, made)
+    _freed.add(num_bytes(made))
 
 
 def _answer(request: ReaderRequest, rows: RowBatch, streams: Streams) -> Answer:

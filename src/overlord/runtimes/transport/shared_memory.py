@@ -162,6 +162,21 @@ def give_back_freed_memory() -> None:
         trim(0)
 
 
+class FreedMemory:
+    """Returns freed pages to the system once so many bytes were allocated and freed. Threads may share it."""
+
+    def __init__(self, every_bytes: int) -> None:
+        self._every = every_bytes
+        self._freed = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes that were freed."""
+        self._freed += nbytes  # two threads may lose a count: it is only somewhat later then
+        if self._freed >= self._every:
+            self._freed = 0
+            give_back_freed_memory()
+
+
 def few_arenas() -> None:
     """Let malloc keep two arenas: with one for each of many threads, what they free stays with the process."""
     option = getattr(ctypes.CDLL(None), "mallopt", None)
