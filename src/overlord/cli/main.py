@@ -74,6 +74,10 @@ app = typer.Typer(
 )
 sources_app = typer.Typer(help="Look at the sources of a job.", no_args_is_help=True)
 app.add_typer(sources_app, name="sources")
+steps_app = typer.Typer(
+    help="Look at the steps of a run: what was in them, and where two runs differ.", no_args_is_help=True
+)
+app.add_typer(steps_app, name="steps")
 
 
 @app.command()
@@ -452,6 +456,87 @@ def measure(
     if unused:
         screen.note(f"to use them, write lengths: sidecar beside {', '.join(unused)} in {job}")
     screen.give({"job": str(job), "folder": str(folder / "lengths"), "sources": totals})
+
+
+@steps_app.command("show")
+@launch_flags("mesh", "strategy", "layout", "store")
+def show_steps(
+    flags: Flags,
+    job: Annotated[
+        Path | None,
+        typer.Argument(metavar="[JOB]", help="The job file; a store has its own copy.", show_default=False),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="The step; else the newest of the store.", show_default=False)
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option("--rank", min=0, help="Only what this rank got.", show_default=False)
+    ] = None,
+    sample: Annotated[
+        str | None,
+        typer.Option(
+            "--sample", metavar="ID", help="Only this sample, as web:0:17@0; without --step its step is looked for."
+        ),
+    ] = None,
+    state: Annotated[
+        Path | None, typer.Option("--state", help="A state file instead of a store; needs JOB.", show_default=False)
+    ] = None,
+    texts: Annotated[int, typer.Option("--texts", min=0, help="Samples whose text and pictures are shown.")] = 4,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a page with texts and pictures.")] = None,
+    cache: Cache = CACHE,
+    as_json: AsJson = False,
+) -> None:
+    """Show what was in a step of a run: rows, ranks, costs, and the text as the model saw it (green: in the loss).
+
+    Without a running service: the stream is computed again from the store, which is only read.
+    """
+    screen = Screen(as_json=as_json)
+    check_writable("--html", html)
+    loaded = None if job is None else load(job, screen)
+    store = flags.pop("store") or (None if state is not None or loaded is None else loaded.launch.store)
+    if (store is None) == (state is None) or (state is not None and loaded is None):
+        raise SpecError(
+            "steps show needs what a step is computed from: --store DIR (the store of a run), or JOB with --state FILE "
+            "(what state_dict() returned). Give one of them."
+        )
+    from overlord.cli.running import read_state
+    from overlord.cli.steps import find_sample, open_step, show_step, step_page, step_tables
+
+    found = None if state is None else read_state(state)
+    if state is not None and found is None:
+        raise SpecError(
+            f"--state {state} is of a stream that has not begun; it holds no step. Use overlord sources preview."
+        )
+    with screen.progress() as tell, screen.user_code():
+        if sample is not None and step is None and store is not None:
+            step = find_sample(store, sample, loaded, folder_of(cache))
+        with open_step(loaded, store, found, step, flags, folder_of(cache), tell) as (service, at):
+            shown = show_step(service, at, rank=rank, sample=sample, texts=texts, store=store)
+    screen.show(*step_tables(shown, pictures=screen.out.color_system is not None))
+    page = screen.write_page("page  ", html, lambda: step_page(str(job or store), shown))
+    screen.give(shown.to_json() | {"html": page})
+
+
+@steps_app.command("diff")
+def diff_steps(
+    first: Annotated[str, typer.Argument(metavar="STORE", help="The store of a run.", show_default=False)],
+    second: Annotated[str, typer.Argument(metavar="STORE", help="The store of another.", show_default=False)],
+    from_step: Annotated[
+        int | None, typer.Option("--from", min=0, help="Compare from this step on.", show_default=False)
+    ] = None,
+    cache: Cache = CACHE,
+    as_json: AsJson = False,
+) -> None:
+    """Find the first step, rank and sample at which two runs differ, and what differs; exit code 1 where they do."""
+    screen = Screen(as_json=as_json)
+    from overlord.cli.steps import diff_lines, diff_runs
+
+    with screen.progress() as tell, screen.user_code():
+        told = diff_runs((first, second), folder_of(cache), tell, from_step)
+    screen.show(*diff_lines(told))
+    screen.give(told)
+    if not told["same"]:
+        raise typer.Exit(1)
 
 
 @app.command()
