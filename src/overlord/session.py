@@ -8,7 +8,7 @@ import math
 import operator
 import os
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -106,6 +106,19 @@ class Service:
     def status(self) -> dict[str, Any]:
         """Return roles, positions, buffers, and the planned and realised mixture."""
         return self._runtime.status()
+
+    def history(self, names: Sequence[str] | None = None) -> dict[str, dict[str, dict[str, list[float]]]]:
+        """Return what trainers reported, and what the service measured of itself, over the steps of the run.
+
+        Both, "reports" and "measured", hold series by name, each with the columns "step", "count", "mean", "low" and
+        "high": recent steps one by one, older ones joined. All of it takes 2 MB at most, and is kept in the store.
+        "measured" has steps_per_s, wait_s (that trainers waited, a step), balance (tokens of the busiest rank over the
+        mean) and share/NAME of the mixture.
+
+        Args:
+            names: Only these series.
+        """
+        return self._runtime.ask(msg.GetHistory(None if names is None else list(names))).content
 
     def set_mixture(self, mixture: Mixture | Mapping[str, Any], at_step: int | None = None) -> int:
         """Change weights or schedule while the stream runs; return the first step it holds for.
