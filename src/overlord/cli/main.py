@@ -333,6 +333,23 @@ def status(
     screen.give(found)
 
 
+@app.command()
+def top(
+    address: Annotated[
+        str, typer.Argument(metavar="ADDRESS", help="What `overlord serve` shows, or its address file.")
+    ],
+    interval: Annotated[float, typer.Option("--interval", min=0.2, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Look once and end; so it is where output is no terminal.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Watch a running service: what it waits for, steps/s, sources, hosts, reports and faults, until Ctrl-C."""
+    from overlord.cli.top import watch
+
+    watch(address, Screen(as_json=as_json), interval_s=interval, once=once or as_json)
+
+
 @sources_app.command("list")
 def list_sources(
     job: JobPath,
