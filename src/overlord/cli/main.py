@@ -1,4 +1,4 @@
-"""The command line: `overlord demo`, `explain`, `profile`, `run`, `serve`, `status`, `sources`, `schema`, `version`.
+"""The commands: `demo`, `explain`, `profile`, `run`, `serve`, `status`, `top`, `sources`, `steps`, `schema`, `version`.
 
 Exit codes: 0 done; 1 the run failed, had more bad samples than a tolerance allows, or lint found errors; 2 what was
 asked for cannot be done; 130 Ctrl-C.
@@ -20,6 +20,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from overlord import __version__
+from overlord.cli import GROUPS, make_app
 from overlord.cli.options import (
     AS_JSON,
     CACHE,
@@ -64,19 +65,10 @@ class _Commands(TyperGroup):
             raise typer.Exit(130) from None
 
 
-app = typer.Typer(
-    name="overlord",
-    cls=_Commands,
-    help="A data loader for large-model training from many sources.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-sources_app = typer.Typer(help="Look at the sources of a job.", no_args_is_help=True)
+app = make_app(cls=_Commands)
+sources_app = typer.Typer(help=GROUPS["sources"], no_args_is_help=True)
 app.add_typer(sources_app, name="sources")
-steps_app = typer.Typer(
-    help="Look at the steps of a run: what was in them, and where two runs differ.", no_args_is_help=True
-)
+steps_app = typer.Typer(help=GROUPS["steps"], no_args_is_help=True)
 app.add_typer(steps_app, name="steps")
 
 
@@ -149,8 +141,8 @@ def explain(
     from overlord.reports.explanation import explain_tables, headlines, render_explanation
 
     costs = cost_models(launch.strategy, cost)
-    check_job(loaded.job, launch.mesh, launch.layout, launch.cache, here=False)
     with screen.progress() as tell, screen.user_code():
+        check_job(loaded.job, launch.mesh, launch.layout, launch.cache, here=False)
         facts, graph_page = explain_job(
             loaded.job, str(job), launch, costs, steps=steps, step_time_s=step_time, measure=measure, tell=tell
         )
@@ -261,8 +253,8 @@ def run(
     if chosen is None:
         screen.note(f"neither --steps nor launch.steps is given; running {DEFAULT_STEPS} steps")
     options = with_state(options, resume, state)
-    check_job(loaded.job, options.mesh, options.layout, options.cache, look=options.address is None)
     with screen.progress() as tell, screen.user_code():
+        check_job(loaded.job, options.mesh, options.layout, options.cache, look=options.address is None)
         summary = run_job(loaded.job, str(job), options, chosen or DEFAULT_STEPS, tell)
     _show_run(screen, summary)
     page = screen.write_page("report  ", report, lambda: render_report(summary))
@@ -299,10 +291,10 @@ def serve(
             "Add --runtime local or --runtime ray."
         )
     options = with_state(options, resume, state)
-    check_job(loaded.job, options.mesh, options.layout, options.cache, here=False, look=options.address is None)
     for note in aside_notes(options):
         screen.note(note)
     with screen.progress() as tell:
+        check_job(loaded.job, options.mesh, options.layout, options.cache, here=False, look=options.address is None)
         service = launch_for(loaded.job, options, tell, any_mesh=True)
 
     def announce() -> None:
