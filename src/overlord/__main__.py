@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+
+LOADING_S = 1.5
+"""After so many seconds of imports a person at a terminal is told."""
 
 
 def main() -> None:
     """Run the command line."""
     try:
-        from overlord.cli.main import app  # takes a second or more: numba, pyarrow
+        from overlord.cli import answer_early, is_answered_early
 
+        if is_answered_early(sys.argv[1:]):
+            answer_early()
+            return
+        slow = threading.Timer(LOADING_S, _say_loading)
+        slow.daemon = True
+        slow.start()
+        from overlord.cli.main import app  # takes a second or more: numba, pydantic
+
+        slow.cancel()
+        slow.join()  # no thread is left when a command forks
         app()
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         sys.stderr.flush()
         os._exit(130)  # an import that was broken off leaves modules that cannot be torn down in order
+
+
+def _say_loading() -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write("loading overlord\n")
+        sys.stderr.flush()
 
 
 if __name__ == "__main__":

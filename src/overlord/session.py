@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import operator
 import os
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -20,7 +21,7 @@ from overlord.core.plan import LoadingPlan, plan_from_bytes
 from overlord.core.spec_errors import is_whole
 from overlord.core.states import check_seal
 from overlord.errors import SpecError, StateError
-from overlord.job.hook_specs import HOOK_KINDS, Hook
+from overlord.job.hook_specs import Hook
 from overlord.job.layout_specs import DEFAULT_CACHE, Keys, Layout, OnSourceFailure, Placement, Runtime
 from overlord.job.reconcile import Reconcile
 from overlord.job.spec_model import as_number
@@ -34,7 +35,7 @@ from overlord.runtimes.autoscaling.sizing import sizing_of
 from overlord.runtimes.client_feed import refuse_torch_workers
 from overlord.runtimes.launching.deployment import Progress, few_samples, limits_of
 from overlord.runtimes.launching.inline_service import InlineService
-from overlord.runtimes.launching.resume import canonical
+from overlord.runtimes.launching.resume import canonical, changes_of, with_changes
 from overlord.runtimes.launching.service_options import ServiceOptions
 from overlord.runtimes.supervision.child import ONE_THREAD
 from overlord.runtimes.supervision.cleanup import remove_scratch, scratch_folder
@@ -42,7 +43,7 @@ from overlord.runtimes.supervision.service_process import ServiceProcess, ray_se
 from overlord.scaling.autoscaler import Scaling
 from overlord.storage import StorageOptions
 from overlord.stores.places import open_place
-from overlord.stores.store import copy_lineages, kept_job, lineage_before, newest_lineage
+from overlord.stores.store import FoundLineage, copy_lineages, kept_job, lineage_before, newest_lineage
 
 if TYPE_CHECKING:
     from overlord.runtimes.autoscaling.metrics import MetricsServer
@@ -56,18 +57,23 @@ class Service:
     def __init__(
         self,
         runtime: InlineService | ServiceProcess,
-        mesh: ClientPlaceTree,
-        limits: Callable[[ClientPlaceTree], Limits],
+        job: Job,
+        options: Launch,
         door: MetricsServer | None = None,
     ) -> None:
         self._runtime = runtime
-        self._limits = limits
+        self._limits: Callable[[ClientPlaceTree], Limits]
+        self._limits = functools.partial(limits_of, canonical(job), options.layout)
         self._door = door
+        self.job = job
+        """What was launched."""
+        self.options = options
+        """How it was launched."""
         if door is not None:
             door.tell(runtime.status)
         self.scratch: str | None = None
         """A folder that goes when the service is closed."""
-        self.mesh = mesh
+        self.mesh = options.mesh
         """The newest mesh: that of the launch, or of the last `reshard`; steps before that keep theirs."""
 
     @property
@@ -100,6 +106,19 @@ class Service:
     def status(self) -> dict[str, Any]:
         """Return roles, positions, buffers, and the planned and realised mixture."""
         return self._runtime.status()
+
+    def history(self, names: Sequence[str] | None = None) -> dict[str, dict[str, dict[str, list[float]]]]:
+        """Return what trainers reported, and what the service measured of itself, over the steps of the run.
+
+        Both, "reports" and "measured", hold series by name, each with the columns "step", "count", "mean", "low" and
+        "high": recent steps one by one, older ones joined. All of it takes 2 MB at most, and is kept in the store.
+        "measured" has steps_per_s, wait_s (that trainers waited, a step), balance (tokens of the busiest rank over the
+        mean) and share/NAME of the mixture.
+
+        Args:
+            names: Only these series.
+        """
+        return self._runtime.ask(msg.GetHistory(None if names is None else list(names))).content
 
     def set_mixture(self, mixture: Mixture | Mapping[str, Any], at_step: int | None = None) -> int:
         """Change weights or schedule while the stream runs; return the first step it holds for.
@@ -332,13 +351,12 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
     loaded = _loaded(job)
     options, job = loaded.call(given), loaded.job
     told = service_options(job, options)
-    limits = functools.partial(limits_of, canonical(job), options.layout)
     few = few_samples(job, options.mesh)
     if few is not None:
         logger.warning("%s", few)
     door = None if options.metrics is None else _open_door(options.metrics, options.runtime)
     try:
-        return Service(_start(options.runtime, job, told, options.progress), options.mesh, limits, door)
+        return Service(_start(options.runtime, job, told, options.progress), job, options, door)
     except BaseException:
         if door is not None:
             door.close()
@@ -367,11 +385,11 @@ def replay(
         step: The first step to hand out: one that the run has planned, and that the store still keeps.
         job: The job of the run. The store has it (default), unless it holds Python functions; credentials of sources
             are never in a store.
-        mesh: The mesh that the run had at this step (default: that of its launch). A plan that differs from the run's
-            is refused.
-        strategy: The strategy of the run (default: that of its launch).
-        layout: The layout of the run (default: that of its launch).
-        loader_do_plan: The hook of the run (default: that of its launch, imported as "module:name").
+        mesh: The mesh that the run had at this step (default: that of its launch, or of its last reshard). A plan that
+            differs from the run's is refused.
+        strategy: The strategy of the run (default: that of its launch; of one with Python functions, the job file's).
+        layout: The layout of the run (default: the same).
+        loader_do_plan: The hook of the run (default: the same, imported as "module:name").
         constructor_do_plan: The same.
         store_options: Credentials and the like of a store that is a URL.
         cache: Folder for the indices of files.
@@ -405,11 +423,15 @@ def replay(
                 "older version; nothing could be read. Give job=, and the mesh, strategy and layout of the run."
             )
         loaded = _loaded(text if job is None else job)
-        options = loaded.call({
-            "mesh": mesh, "strategy": strategy, "layout": layout,
+        given = {
+            "mesh": _resharded(kept, number) if mesh is None else mesh, "strategy": strategy, "layout": layout,
             "loader_do_plan": loader_do_plan, "constructor_do_plan": constructor_do_plan,
-        })  # fmt: skip
-        of_run = {name: getattr(options, name) for name in ("mesh", "strategy", "layout", *HOOK_KINDS)}
+        }  # fmt: skip
+        if job is not None and text.exists():  # what the run was launched with, not what a job file says
+            launched = load_job_file(text).launch
+            given = {name: getattr(launched, name) if value is None else value for name, value in given.items()}
+        options = loaded.call(given)
+        of_run = {name: getattr(options, name) for name in given}
         service = launch(loaded.job, **of_run, runtime="inline", store=copied, state=number, cache=cache)
         service.scratch = copied
     except BaseException:
@@ -425,6 +447,13 @@ def replay(
             "was trained on. Give the job, mesh, strategy and layout that the run had at this step."
         )
     return service
+
+
+def _resharded(kept: FoundLineage, step: int) -> ClientPlaceTree | None:
+    """Return the mesh that a run was given while it ran and had at a step; None where that is the one of its launch."""
+    told = with_changes(kept.snapshots[0].state["changes"], changes_of(kept.records))
+    meshes = [(change["at"], change["mesh"]) for change in told if change["kind"] == "mesh" and change["at"] <= step]
+    return ClientPlaceTree.from_sizes(sorted(meshes, key=operator.itemgetter(0))[-1][1]) if meshes else None
 
 
 def service_options(job: Job, options: Launch) -> ServiceOptions:

@@ -119,11 +119,11 @@ def test_a_service_that_is_gone_is_shown_as_such(tmp_path):
 
 
 def test_rates_are_differences_of_two_looks():
-    before = {"clients": {"0": 4, "1": 5}, "sources": {"a": {"tokens": 100}}, "trainers_waited_s": 1.0}
+    before = {"clients": {"0": 4, "1": 5}, "sources": {"a": {"tokens": 100}}, "waited_s": 1.0}
     after = {
         "clients": {"0": 8, "1": 9},
         "sources": {"a": {"tokens": 300}, "b": {"tokens": 7}},
-        "trainers_waited_s": 1.5,
+        "waited_s": 1.5,
     }
     shown = shown_status(after, before, 2.0)
     assert (shown["rates"]["steps_per_s"], shown["rates"]["tokens_per_s"], shown["rates"]["waited"]) == (

@@ -1,5 +1,5 @@
-"""The command line: `overlord demo`, `explain`, `profile`, `run`, `serve`, `status`, `sources`, `import`, `schema`,
-`version`.
+"""The commands: `demo`, `explain`, `profile`, `run`, `serve`, `status`, `top`, `dashboard`, `sources`, `steps`, `import`,
+`schema`, `version`.
 
 Exit codes: 0 done; 1 the run failed, had more bad samples than a tolerance allows, or lint found errors; 2 what was
 asked for cannot be done; 130 Ctrl-C.
@@ -22,6 +22,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from overlord import __version__
+from overlord.cli import GROUPS, make_app
 from overlord.cli.options import (
     AS_JSON,
     CACHE,
@@ -66,18 +67,13 @@ class _Commands(TyperGroup):
             raise typer.Exit(130) from None
 
 
-app = typer.Typer(
-    name="overlord",
-    cls=_Commands,
-    help="A data loader for large-model training from many sources.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-sources_app = typer.Typer(help="Look at the sources of a job.", no_args_is_help=True)
+app = make_app(cls=_Commands)
+sources_app = typer.Typer(help=GROUPS["sources"], no_args_is_help=True)
 app.add_typer(sources_app, name="sources")
-import_app = typer.Typer(help="Write the sources of a job from what another loader reads.", no_args_is_help=True)
+import_app = typer.Typer(help=GROUPS["import"], no_args_is_help=True)
 app.add_typer(import_app, name="import")
+steps_app = typer.Typer(help=GROUPS["steps"], no_args_is_help=True)
+app.add_typer(steps_app, name="steps")
 
 
 @app.command()
@@ -149,8 +145,8 @@ def explain(
     from overlord.reports.explanation import explain_tables, headlines, render_explanation
 
     costs = cost_models(launch.strategy, cost)
-    check_job(loaded.job, launch.mesh, launch.layout, launch.cache, here=False)
     with screen.progress() as tell, screen.user_code():
+        check_job(loaded.job, launch.mesh, launch.layout, launch.cache, here=False)
         facts, graph_page = explain_job(
             loaded.job, str(job), launch, costs, steps=steps, step_time_s=step_time, measure=measure, tell=tell
         )
@@ -261,8 +257,8 @@ def run(
     if chosen is None:
         screen.note(f"neither --steps nor launch.steps is given; running {DEFAULT_STEPS} steps")
     options = with_state(options, resume, state)
-    check_job(loaded.job, options.mesh, options.layout, options.cache, look=options.address is None)
     with screen.progress() as tell, screen.user_code():
+        check_job(loaded.job, options.mesh, options.layout, options.cache, look=options.address is None)
         summary = run_job(loaded.job, str(job), options, chosen or DEFAULT_STEPS, tell)
     _show_run(screen, summary)
     page = screen.write_page("report  ", report, lambda: render_report(summary))
@@ -299,10 +295,10 @@ def serve(
             "Add --runtime local or --runtime ray."
         )
     options = with_state(options, resume, state)
-    check_job(loaded.job, options.mesh, options.layout, options.cache, here=False, look=options.address is None)
     for note in aside_notes(options):
         screen.note(note)
     with screen.progress() as tell:
+        check_job(loaded.job, options.mesh, options.layout, options.cache, here=False, look=options.address is None)
         service = launch_for(loaded.job, options, tell, any_mesh=True)
 
     def announce() -> None:
@@ -362,6 +358,23 @@ def dashboard(
     screen.show(labelled("page     ", page.url), "Ctrl-C ends the page; the service goes on.")
     screen.give({"url": page.url})
     page.run()
+
+
+@app.command()
+def top(
+    address: Annotated[
+        str, typer.Argument(metavar="ADDRESS", help="What `overlord serve` shows, or its address file.")
+    ],
+    interval: Annotated[float, typer.Option("--interval", min=0.2, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Look once and end; so it is where output is no terminal.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Watch a running service: what it waits for, steps/s, sources, hosts, reports and faults, until Ctrl-C."""
+    from overlord.cli.top import watch
+
+    watch(address, Screen(as_json=as_json), interval_s=interval, once=once or as_json)
 
 
 @sources_app.command("list")
@@ -523,6 +536,87 @@ def energon(
     screen.show(f"{number(len(sources), 'source')}; in the job file, write\n")
     screen.show(f"    sources: {{manifest: {out}}}\n    mixture: {{level: sample}}\n")
     screen.give({"manifest": str(out), "sources": {source.name: source.weight for source in sources}})
+
+
+@steps_app.command("show")
+@launch_flags("mesh", "strategy", "layout", "store")
+def show_steps(
+    flags: Flags,
+    job: Annotated[
+        Path | None,
+        typer.Argument(metavar="[JOB]", help="The job file; a store has its own copy.", show_default=False),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="The step; else the newest of the store.", show_default=False)
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option("--rank", min=0, help="Only what this rank got.", show_default=False)
+    ] = None,
+    sample: Annotated[
+        str | None,
+        typer.Option(
+            "--sample", metavar="ID", help="Only this sample, as web:0:17@0; without --step its step is looked for."
+        ),
+    ] = None,
+    state: Annotated[
+        Path | None, typer.Option("--state", help="A state file instead of a store; needs JOB.", show_default=False)
+    ] = None,
+    texts: Annotated[int, typer.Option("--texts", min=0, help="Samples whose text and pictures are shown.")] = 4,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a page with texts and pictures.")] = None,
+    cache: Cache = CACHE,
+    as_json: AsJson = False,
+) -> None:
+    """Show what was in a step of a run: rows, ranks, costs, and the text as the model saw it (green: in the loss).
+
+    Without a running service: the stream is computed again from the store, which is only read.
+    """
+    screen = Screen(as_json=as_json)
+    check_writable("--html", html)
+    loaded = None if job is None else load(job, screen)
+    store = flags.pop("store") or (None if state is not None or loaded is None else loaded.launch.store)
+    if (store is None) == (state is None) or (state is not None and loaded is None):
+        raise SpecError(
+            "steps show needs what a step is computed from: --store DIR (the store of a run), or JOB with --state FILE "
+            "(what state_dict() returned). Give one of them."
+        )
+    from overlord.cli.running import read_state
+    from overlord.cli.steps import find_sample, open_step, show_step, step_page, step_tables
+
+    found = None if state is None else read_state(state)
+    if state is not None and found is None:
+        raise SpecError(
+            f"--state {state} is of a stream that has not begun; it holds no step. Use overlord sources preview."
+        )
+    with screen.progress() as tell, screen.user_code():
+        if sample is not None and step is None and store is not None:
+            step = find_sample(store, sample, loaded, folder_of(cache))
+        with open_step(loaded, store, found, step, flags, folder_of(cache), tell) as (service, at):
+            shown = show_step(service, at, rank=rank, sample=sample, texts=texts, store=store)
+    screen.show(*step_tables(shown, pictures=screen.out.color_system is not None))
+    page = screen.write_page("page  ", html, lambda: step_page(str(job or store), shown))
+    screen.give(shown.to_json() | {"html": page})
+
+
+@steps_app.command("diff")
+def diff_steps(
+    first: Annotated[str, typer.Argument(metavar="STORE", help="The store of a run.", show_default=False)],
+    second: Annotated[str, typer.Argument(metavar="STORE", help="The store of another.", show_default=False)],
+    from_step: Annotated[
+        int | None, typer.Option("--from", min=0, help="Compare from this step on.", show_default=False)
+    ] = None,
+    cache: Cache = CACHE,
+    as_json: AsJson = False,
+) -> None:
+    """Find the first step, rank and sample at which two runs differ, and what differs; exit code 1 where they do."""
+    screen = Screen(as_json=as_json)
+    from overlord.cli.steps import diff_lines, diff_runs
+
+    with screen.progress() as tell, screen.user_code():
+        told = diff_runs((first, second), folder_of(cache), tell, from_step)
+    screen.show(*diff_lines(told))
+    screen.give(told)
+    if not told["same"]:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -24,6 +24,8 @@ Tell = Callable[[str, int, int], None]
 _PLAIN_WIDTH = 110
 """Columns of a table that goes into a file or a pipe."""
 _LINE_EVERY_S = 10.0
+_QUIET_S = 2.0
+"""No command begins with a longer silence. A terminal has bars that move, a log gets a line now and then."""
 
 
 class Screen:
@@ -68,7 +70,11 @@ class Screen:
     def progress(self) -> Iterator[Tell]:
         """Show bars on a terminal, and a line now and then elsewhere."""
         if not self.err.is_terminal:
-            yield _Lines(self.err)
+            lines = _Lines(self.err)
+            try:
+                yield lines
+            finally:
+                lines.end()
             return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.err, transient=True) as bars:
@@ -79,10 +85,14 @@ class _Bars:
     def __init__(self, bars: Progress) -> None:
         self._bars = bars
         self._tasks: dict[str, TaskID] = {}
+        self._begin: TaskID | None = bars.add_task("working", total=None)
         self._lock = threading.Lock()
 
     def __call__(self, what: str, done: int, of: int) -> None:
         with self._lock:
+            if self._begin is not None:
+                self._bars.remove_task(self._begin)
+                self._begin = None
             if what not in self._tasks:
                 self._tasks[what] = self._bars.add_task(what, total=of)
         self._bars.update(self._tasks[what], completed=done, total=of)
@@ -91,13 +101,34 @@ class _Bars:
 class _Lines:
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._next_s = time.monotonic() + _LINE_EVERY_S
+        self._next_s = time.monotonic() + _QUIET_S
         self._ended: set[str] = set()
         self._lock = threading.Lock()
+        self._newest = "working"
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._speak, name="overlord-progress", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Say nothing more."""
+        self._over.set()
+        self._thread.join()
+
+    def _speak(self) -> None:
+        """Say what is under way where nothing is told for long, such as one long file."""
+        while not self._over.wait(max(self._next_s - time.monotonic(), 0.1)):
+            with self._lock:
+                late = time.monotonic() >= self._next_s
+                if late:
+                    self._next_s = time.monotonic() + _LINE_EVERY_S
+                    said = self._newest
+            if late:
+                self._console.print(said, markup=False, soft_wrap=True)
 
     def __call__(self, what: str, done: int, of: int) -> None:
         with self._lock:
             now = time.monotonic()
+            self._newest = f"{what}: {done:,} of {of:,}"
             ends = done >= of and what not in self._ended
             if not ends and now < self._next_s:
                 return

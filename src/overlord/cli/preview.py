@@ -169,8 +169,8 @@ def _look_at_sound(one: Opened, item: OpenItem) -> MediaItem:
     return MediaItem("audio", words, picture, facts)
 
 
-def first_frame(patches: Pixels, grid: npt.NDArray[np.int32], spec: Video) -> Pixels:
-    """Return the first sampled frame of a clip, put together again from its patches: [height, width, 3]."""
+def first_frame(patches: Pixels, grid: npt.NDArray[np.integer], spec: Video | ImageSpec) -> Pixels:
+    """Return an image, or the first sampled frame of a clip, put together from its patches: [height, width, 3]."""
     groups, rows, cols = (int(side) for side in grid)
     merge, patch = spec.merge, spec.patch
     cut = patches.reshape(groups, rows // merge, cols // merge, merge, merge, 3, spec.temporal, patch, patch)
@@ -220,12 +220,12 @@ class ShownText:
 def shown_texts(one: Opened, rows: RowBatch, measured: Measured, done: Finished) -> list[ShownText]:
     """Return the text of finished rows; of bad and empty ones, which nothing is trained on, as it was read."""
     spec, found = one.source.sample, list[ShownText]()
-    ids_only = isinstance(spec, Custom) or (isinstance(spec, Text) and spec.tokenized) or one.tokenizer is None
+    ids_only = one.tokenizer is None or has_ids_only(spec)
     nothing = (measured.flags & (BAD | SKIP)) > 0
     for row in range(len(measured.tokens)):
         tokens = done.tokens[row]
         if ids_only:
-            found.append(ShownText(_token_ids(tokens.tolist())))
+            found.append(ShownText(shown_ids(tokens.tolist())))
             continue
         raw = _raw_text(one, rows, row)
         turns = _turns(raw) if isinstance(spec, Chat) else None
@@ -237,6 +237,11 @@ def shown_texts(one: Opened, rows: RowBatch, measured: Measured, done: Finished)
         # Of other samples all text counts, or all but what the tokens of media are.
         found.append(ShownText(text, spans if isinstance(spec, Chat) else (), turns))
     return found
+
+
+def has_ids_only(spec: object) -> bool:
+    """Whether the token ids of a sample need not be those of the job's tokenizer."""
+    return isinstance(spec, Custom) or (isinstance(spec, Text) and spec.tokenized)
 
 
 def written_tokens(
@@ -323,7 +328,8 @@ def _join_parts(text: str, marker: str) -> str:
         return text
 
 
-def _token_ids(ids: list[int]) -> str:
+def shown_ids(ids: list[int]) -> str:
+    """Return the first of some token ids, where no tokenizer knows their text."""
     return "token ids " + " ".join(map(str, ids[:_SHOWN_IDS])) + (" ..." if len(ids) > _SHOWN_IDS else "")
 
 
@@ -480,19 +486,22 @@ def show_previews(one: OpenSource, previews: Sequence[Preview], *, pictures: boo
     parts: list[RenderableType] = [Words(_headline(one), style="bold")]
     if one.opened is not None and (tokens := token_words(one.opened)) is not None:
         parts.append(Words(tokens, style="dim"))
-    for preview in previews:
-        shown, spans = _clip(preview.text, preview.spans, _SHOWN_CHARACTERS)
-        text = Words(shown)
-        for begin, end in spans:
-            text.stylize("green", begin, end)
-        body = Group(
-            Words.assemble((preview.sample, "cyan"), ("  " + preview.facts(), "dim")),
-            *(Words(f"bad: {reason}", style="red") for reason in preview.faults),
-            text,
-        )
-        drawn = [item.picture for item in preview.media if item.picture is not None] if pictures else []
-        parts.append(Padding(_beside(drawn, body), (1, 0, 0, 2), expand=False))
-    return Group(*parts, "")
+    return Group(*parts, *(show_sample(preview, pictures=pictures) for preview in previews), "")
+
+
+def show_sample(preview: Preview, *, pictures: bool) -> RenderableType:
+    """Return one sample for the terminal: what counts in the loss is green."""
+    shown, spans = _clip(preview.text, preview.spans, _SHOWN_CHARACTERS)
+    text = Words(shown)
+    for begin, end in spans:
+        text.stylize("green", begin, end)
+    body = Group(
+        Words.assemble((preview.sample, "cyan"), ("  " + preview.facts(), "dim")),
+        *(Words(f"bad: {reason}", style="red") for reason in preview.faults),
+        text,
+    )
+    drawn = [item.picture for item in preview.media if item.picture is not None] if pictures else []
+    return Padding(_beside(drawn, body), (1, 0, 0, 2), expand=False)
 
 
 def _beside(pictures: Sequence[Pixels], body: RenderableType) -> RenderableType:
@@ -534,14 +543,14 @@ def preview_page(name: str, sources: Sequence[tuple[OpenSource, Sequence[Preview
         {
             "headline": _headline(one),
             "tokens": None if one.opened is None else token_words(one.opened),
-            "samples": [_card(preview) for preview in previews],
+            "samples": [sample_card(preview) for preview in previews],
         }
         for one, previews in sources
     ]
     return render_file("preview.html", name=name, sources=shown)
 
 
-def _card(preview: Preview) -> dict[str, Any]:
+def sample_card(preview: Preview) -> dict[str, Any]:
     """Return what the page shows of a sample; its text in parts, each with whether it is marked."""
     text, spans = _clip(preview.text, preview.spans, _PAGE_CHARACTERS)
     borders = [0, *(at for span in spans for at in span), len(text)]

@@ -199,7 +199,7 @@ def status_tables(status: dict[str, Any]) -> list[RenderableType]:
     rows: list[Row] = []
     for name, one in status["sources"].items():
         cells = (escape(one["format"]), share(one["planned_share"]), share(one["realised_share"]))
-        counts = (count(one["samples"]), count(one["tokens"]), f"{one['epoch']}{_where_it_is(one)}")
+        counts = (count(one["samples"]), count(one["tokens"]), f"{one['epoch']}{where_it_is(one)}")
         faults = (f"[red]{one[key]:,}[/red]" if one[key] else "0" for key in ("bad", "wrong_length"))
         rows.append(Row(name, (*cells, *counts, size(one["buffer_bytes"]), *faults, f"{one['skipped']:,}")))
     clients = Table(title=f"{number(len(status['clients']), 'client')} attached", title_justify="left")
@@ -214,7 +214,7 @@ def status_tables(status: dict[str, Any]) -> list[RenderableType]:
     return [sources, *media_tables(media_of(status["sources"])), *hosts, *([clients] if status["clients"] else [])]
 
 
-def _where_it_is(source: Mapping[str, Any]) -> str:
+def where_it_is(source: Mapping[str, Any]) -> str:
     """Return a word for a source that is not drawn from."""
     if source["removed"]:
         return " (removed)"

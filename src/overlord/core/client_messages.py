@@ -270,6 +270,13 @@ class GetStatus(Request[Document], frozen=True):
     """Ask for what `service.status()` returns."""
 
 
+class GetHistory(Request[Document], frozen=True):
+    """Ask for what was reported and measured over the steps of a run."""
+
+    names: list[str] | None = None
+    """Only these series."""
+
+
 class GetWorkload(Request[Document], frozen=True):
     """Ask what is drawn of every source now, and so many steps ahead."""
 

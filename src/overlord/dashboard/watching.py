@@ -124,7 +124,7 @@ def shown_status(status: Mapping[str, Any], before: Mapping[str, Any] | None, se
     step = max(steps, default=None)
     known = [rate for rate in rates.values() if rate is not None]
     buffers = status.get("buffers") or {}
-    waited = _rate(status.get("trainers_waited_s"), (before or {}).get("trainers_waited_s"), seconds)
+    waited = _rate(status.get("waited_s"), (before or {}).get("waited_s"), seconds)
     return {
         "sentence": sentence_of(status, waited),
         "runtime": status.get("runtime"),

@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from overlord.core.metric_history import MetricHistory
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import did_you_mean, is_finite, list_some
 from overlord.errors import SpecError, StateError
@@ -124,12 +125,24 @@ class Change:
 class InputLog:
     """The reports and changes of one stream."""
 
-    def __init__(self, job: Job, journal: Journal, reports: Mapping[int, Report], changes: Sequence[Change]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        journal: Journal,
+        reports: Mapping[int, Report],
+        changes: Sequence[Change],
+        history: MetricHistory | None = None,
+    ) -> None:
         self._job = job
         self._journal = journal
         self._reports: dict[int, dict[str, float]] = {int(k): dict(v) for k, v in reports.items()}
         self.newest_report = max(self._reports, default=-1)
         """The newest step that was reported; -1 where none was."""
+        self.history = MetricHistory() if history is None else history
+        """All reports of the run for people to look at, older ones thinned; the stream never reads it."""
+        known = self.history.last_step()
+        for step in sorted(step for step in self._reports if step > known):
+            self.history.add(step, self._reports[step])
         self.changes = list(changes)
         """Every change so far, in the order in which they were made."""
         self.names = tuple(job.names)
@@ -143,6 +156,7 @@ class InputLog:
         report = dict(metrics)
         self._journal.append({"kind": "report", "step": step, "metrics": report}, durable=True)
         self._reports[step] = report
+        self.history.add(step, report)
         self.newest_report = max(self.newest_report, step)
         if len(self._reports) > 2 * KEPT_REPORTS:  # rarely: filtering them all costs as much as a write
             self._reports = {s: r for s, r in self._reports.items() if s >= self.newest_report - KEPT_REPORTS}

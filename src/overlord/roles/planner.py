@@ -138,6 +138,11 @@ class Planner:
         return self._drawer.state.step
 
     @property
+    def newest_plan(self) -> LoadingPlan | None:
+        """The plan of the newest step, as long as it is cached."""
+        return self._plans.get(self.next_step - 1)
+
+    @property
     def latest_state(self) -> StreamState:
         """The state after the newest plan."""
         return self._drawer.state

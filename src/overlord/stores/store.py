@@ -5,6 +5,7 @@
     lineage-0001/snapshot-000000000016.json
     lineage-0001/journal-000001-00000001
     lineage-0001/loaders-000000000064.json
+    lineage-0001/history-000000000064.json
     lineage-0001/job.yaml                 the job and its launch as a job file, where it can be one
 
 Rules of this file:
@@ -32,7 +33,8 @@ from overlord.stores.places import Place
 VERSION = 1
 KEPT_LINEAGES = 4
 _JOB = "job.yaml"
-KEPT_LOADERS = 2
+_BESIDE = {"loaders": 2, "history": 1}
+"""How many files of the loaders' counters, and of the history of metrics, are kept."""
 KEEP = 256
 """Steps behind the newest snapshot that stay resumable."""
 
@@ -174,6 +176,17 @@ def copy_lineages(place: Place, target: Place) -> None:
                 target.write(f"{folder}/{name}", data)
 
 
+def kept_history(place: Place) -> Mapping[str, Any]:
+    """Return the newest history of metrics in a store, whichever lineage wrote it; empty where there is none."""
+    for number in reversed(_lineages(place)):
+        folder = _folder(number)
+        for _, data in _newest_first(place, folder, place.names(folder), "history-"):
+            found = read_checked(data)
+            if isinstance(found, dict):
+                return found
+    return {}
+
+
 def lineage_of(place: Place, service: str) -> int | None:
     """Return the number of the newest lineage of a service; None where it has none."""
     return next(
@@ -210,7 +223,7 @@ class Store:
         self._folder = ""
         self._over = False
         self._snapshots: list[tuple[int, str, str, int]] = []
-        self._loaders: list[tuple[str, int]] = []
+        self._beside: dict[str, list[tuple[str, int]]] = {kind: [] for kind in _BESIDE}
         self.lineage = 0
         """The number of the lineage being written; 0 before it has begun."""
         self.goes_on = False
@@ -269,7 +282,9 @@ class Store:
             self.first_step, self.horizon = found.newest.first_step, found.horizon
             sizes = found.sizes
             self._snapshots = [(s.step, s.name, s.segment, sizes.get(s.name, 0)) for s in found.snapshots]
-            self._loaders = [(name, sizes[name]) for name in sorted(sizes) if name.startswith("loaders-")]
+            self._beside = {
+                kind: [(name, sizes[name]) for name in sorted(sizes) if name.startswith(f"{kind}-")] for kind in _BESIDE
+            }
             self.journal.begin(self._folder, self._claim.number, found.journal)
 
     def reserve(self, horizon: int) -> None:
@@ -304,13 +319,20 @@ class Store:
 
     def save_loaders(self, step: int, loaders: Mapping[str, Any]) -> None:
         """Write the counters of the SourceLoaders."""
+        self._save_beside("loaders", step, loaders)
+
+    def save_history(self, step: int, history: Mapping[str, Any]) -> None:
+        """Write the history of metrics; nothing of the stream depends on it."""
+        self._save_beside("history", step, history)
+
+    def _save_beside(self, kind: str, step: int, content: Mapping[str, Any]) -> None:
         with self._saving:
-            name, data = f"loaders-{step:012d}.json", checked_json(dict(loaders))
+            name, data = f"{kind}-{step:012d}.json", checked_json(dict(content))
             self.place.write(f"{self._folder}/{name}", data)
-            self._loaders = [one for one in self._loaders if one[0] != name] + [(name, len(data))]
-            while len(self._loaders) > KEPT_LOADERS:
-                self.place.delete(f"{self._folder}/{self._loaders[0][0]}")
-                del self._loaders[0]
+            kept = [one for one in self._beside[kind] if one[0] != name] + [(name, len(data))]
+            for old, _ in kept[: -_BESIDE[kind]]:
+                self.place.delete(f"{self._folder}/{old}")
+            self._beside[kind] = kept[-_BESIDE[kind] :]
 
     def beat(self) -> None:
         """Write a heartbeat if it is due."""
@@ -324,7 +346,7 @@ class Store:
     @property
     def nbytes(self) -> int:
         """Bytes of the lineage."""
-        files = sum(size for *_, size in self._snapshots) + sum(size for _, size in self._loaders)
+        files = sum(size for *_, size in self._snapshots) + sum(size for of in self._beside.values() for _, size in of)
         return files + self.journal.nbytes
 
     def status(self) -> dict[str, Any]:

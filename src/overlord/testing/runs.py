@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import signal
@@ -19,8 +18,6 @@ from overlord.errors import SpecError
 from overlord.job.layout_specs import DEFAULT_CACHE, Runtime
 from overlord.job.specs import Job
 from overlord.launch_spec import LaunchOptions
-from overlord.runtimes.launching.deployment import limits_of
-from overlord.runtimes.launching.resume import canonical
 from overlord.session import Service, launch, service_options
 from overlord.testing.digests import Before, Report, StreamDigests, digest_service, digests_of
 from overlord.testing.fault_engine import FaultInjector, FaultService, unknown_role
@@ -58,7 +55,7 @@ def launch_for_faults(
     given = LaunchOptions().call({"shadows": True, "loader_hosts": 2, "threads": 1} | sizes | options)
     faults = FaultInjector(script or FaultScript())
     cluster = FaultService(job, service_options(job, given), faults, isolate)
-    with Service(cluster, given.mesh, functools.partial(limits_of, canonical(job), given.layout)) as service:
+    with Service(cluster, job, given) as service:
         yield service, faults
         faults.calm()
 

@@ -2,7 +2,8 @@
 
 Rules of this file:
 1. Every figure comes from `service.status()`, so metrics and status cannot differ. Nothing is counted here.
-2. Labels are sources and roles, never ranks or samples: thousands of ranks make no more series than one.
+2. Labels are sources, roles and names of reports (a bounded number), never ranks or samples: thousands of ranks make
+   no more series than one.
 3. The launching process answers, so that there is an answer also while the service is being started again.
 4. Only this host is answered, unless an address says otherwise.
 """
@@ -43,6 +44,16 @@ _OF_A_SOURCE: Mapping[str, tuple[str, str]] = MappingProxyType(
 """Figures of a source in a status: their name as a metric, and what they say."""
 
 
+_MEASURED: Mapping[str, str] = MappingProxyType(
+    {
+        "steps_per_s": "Steps planned a second, lately.",
+        "wait_s": "Seconds that trainers waited for batches, a step, lately.",
+        "balance": "Tokens of the busiest rank over the mean, in the newest step.",
+    }
+)
+"""What a service measures of itself."""
+
+
 def metrics_of(status: Mapping[str, Any]) -> Iterator[Metric]:
     """Yield a status as metrics.
 
@@ -66,12 +77,16 @@ def metrics_of(status: Mapping[str, Any]) -> Iterator[Metric]:
         yield _gauge("client_step_min", "Step of the rank that is furthest behind.", min(steps))
         yield _gauge("client_step_max", "Step of the rank that is furthest ahead.", max(steps))
     yield _counter("trainers_waited_seconds_total", "Seconds that the trainers of a host waited for a batch, at most.",
-                   status.get("trainers_waited_s", 0.0))  # fmt: skip
+                   status.get("waited_s", 0.0))  # fmt: skip
     yield _gauge("views_bytes", "Bytes of batches that wait for their ranks.", status["buffers"]["views_bytes"])
     yield _gauge("store_bytes", "Bytes of the journal and the snapshots.", status["store"]["bytes"])
     yield _gauge("store_failing", "Whether the store fails, so that planning pauses.", bool(status["store"]["error"]))
     yield from _role_metrics(status.get("hosts") or ())
     yield from _source_metrics(status["sources"])
+    yield from _report_metrics(status.get("reports") or {})
+    for name, says in _MEASURED.items():
+        if name in status.get("measured", {}):
+            yield _gauge(name, says, status["measured"][name])
     scaling = status.get("scaling") or {}
     yield _gauge("wanted_samples_per_second", "Samples a second that the trainers would take.",
                  scaling.get("wanted_samples_per_s", 0.0))  # fmt: skip
@@ -83,6 +98,16 @@ def metrics_of(status: Mapping[str, Any]) -> Iterator[Metric]:
     for name, workers in (scaling.get("needs") or {}).items():
         needs.add_metric([name], workers)
     yield needs
+
+
+def _report_metrics(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
+    value = GaugeMetricFamily("overlord_report", "Newest value that trainers reported of a metric.", labels=["name"])
+    step = GaugeMetricFamily("overlord_report_step", "Step of that value.", labels=["name"])
+    for name, newest in reports.items():
+        value.add_metric([name], newest["value"])
+        step.add_metric([name], newest["step"])
+    yield value
+    yield step
 
 
 def _source_metrics(sources: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:

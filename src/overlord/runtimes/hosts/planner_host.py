@@ -102,7 +102,7 @@ class PlannerHost(RoleHost):
         options, met = self._options, self._history.point.loaders
         self._host = SharedPlanner(
             planner, self._status, loaders, keep=options.keep, met=met, on_source_failure=options.on_source_failure,
-            pace=self._environment.pace(), rewound=self._go_back,
+            pace=self._environment.pace(), rewound=self._go_back, measured=self._history.measured,
         )  # fmt: skip
         self._ends.callback(self._host.close)
         self._put: OrderedDict[int, dict[tuple[Any, ...], Any]] = OrderedDict()

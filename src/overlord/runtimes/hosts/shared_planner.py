@@ -16,6 +16,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -28,6 +29,7 @@ from typing import Any, TypeVar, TypeVarTuple
 from overlord.core import client_messages as msg
 from overlord.core.client_messages import Beginning, Document, Reply, Request, SourceChange
 from overlord.core.messages import STORE_DOWN, HostNews, Waiting
+from overlord.core.metric_history import MetricHistory
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan, plan_to_bytes
 from overlord.core.samples import Cursor
@@ -66,6 +68,7 @@ class SnapshotWriter:
         most_steps: The longest interval between snapshots.
         met: What the loaders had met when the stream began.
         clock: Seconds that never go back.
+        history: Returns the history of metrics, which is written with the counters of the loaders.
     """
 
     def __init__(
@@ -77,8 +80,11 @@ class SnapshotWriter:
         most_steps: int,
         met: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        history: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self._clock = clock
+        self._history = history
+        self._history_at = planner.next_step
         self._checkpoints = planner.checkpoints
         self._store = planner.checkpoints.store
         self._loaders = loaders
@@ -124,11 +130,23 @@ class SnapshotWriter:
         if between:
             self._adapt((ended - began) / between)
         self._count += 1
+        step = int(due.state["step"])
+        # The journal has the reports since the last history, as far as steps are kept.
+        if self._count % self._loaders_every == 0 or step - self._history_at >= self._most_steps:
+            self.keep_history(step)
         if self._count % self._loaders_every == 0:
             self.met = self._loaders.snapshot()
-            self._store.save_loaders(int(due.state["step"]), self.met)
+            self._store.save_loaders(step, self.met)
             if between is not None and self._clock() - ended > LOADERS_SHARE * between * self._loaders_every:
                 self._loaders_every *= 2
+
+    def keep_history(self, step: int) -> None:
+        """Write the history of metrics as it is before a step."""
+        with self._lock:
+            history = self._history()
+        if history:
+            self._store.save_history(step, history)
+            self._history_at = step
 
     def _adapt(self, share: float) -> None:
         every = self._checkpoints.snapshot_every
@@ -303,6 +321,8 @@ JOIN_S = 0.5
 """How long a rank that must wait for others is kept waiting before it is told."""
 KEPT_LABELS = 64
 """Steps of which it is remembered what does not decode: a host that asks later tells it again."""
+MEASURED_SHARES = 100
+"""Sources whose share of the mixture is noted over the steps: those with the largest."""
 STATUS_S = 1.0
 """status() waits this long for the planner's lock, then reads without it."""
 
@@ -404,8 +424,12 @@ class SharedPlanner:
         on_source_failure: OnSourceFailure = "stop",
         pace: Pace | None = None,
         rewound: Callable[[], None] | None = None,
+        measured: MetricHistory | None = None,
     ) -> None:
         self._planner = planner
+        self._measured = MetricHistory() if measured is None else measured
+        self._measured_at: tuple[int, float, float] | None = None
+        self._measured_weights: tuple[float, ...] = ()
         self._rewound = rewound
         self._asked: dict[int, tuple[int, float, bool]] = {}
         self._told = set[int]()
@@ -430,8 +454,9 @@ class SharedPlanner:
         self._down_since = 0.0
         self._lost: Fenced | None = None
         self._snapshots = SnapshotWriter(
-            planner, loaders, self._changed, most_steps=keep // 2, met=met, clock=self._pace.now
-        )
+            planner, loaders, self._changed, most_steps=keep // 2, met=met, clock=self._pace.now,
+            history=self._kept_history,
+        )  # fmt: skip
         self._retry_s = 0.0
         self._work = threading.Event()
         self._writer = threading.Thread(target=self._write_loop, name="overlord_write_loop", daemon=True)
@@ -542,6 +567,11 @@ class SharedPlanner:
             return Document(self._status())
         if isinstance(request, msg.GetWorkload):  # without the lock: it is asked for when a planner waits for loaders
             return Document({**workload(self._planner, request.ahead), "waited_s": self._waited_s()})
+        if isinstance(request, msg.GetHistory):
+            with self._changed:
+                both = (self._planner.inputs.history, self._measured)
+                reported, measured = (history.points(request.names) for history in both)
+            return Document({"reports": reported, "measured": measured})
         self._check_not_rewound()
         if isinstance(request, msg.Join):
             return self.durably(self._join, request)
@@ -663,6 +693,9 @@ class SharedPlanner:
             if self._closed:
                 return
             self._closed = True
+            if self._planner.checkpoints.store.lineage and self._lost is None:
+                with contextlib.suppress(StoreError):  # told below, where it concerns the stream
+                    self._snapshots.keep_history(self._planner.checkpoints.passed)
             try:
                 self._planner.close()
             except Fenced as error:
@@ -711,6 +744,7 @@ class SharedPlanner:
     def write_due(self) -> float:
         """Write what is due now; return how long to wait before the next try (0: it worked; infinite: lost)."""
         try:
+            self._measure()
             self._snapshots.work(probe=self._down is not None)
         except Fenced as error:
             with self._changed:
@@ -802,11 +836,47 @@ class SharedPlanner:
             for host, news in sorted(self._news.items())
         }
         store = {**found["store"], "error": str(trouble) if trouble else None, **since}
-        return {**found, "store": store, "constructors": hosts, "trainers_waited_s": self._waited_s()}
+        history = self._planner.inputs.history
+        reports = {name: {"step": step, "value": value} for name, (step, value) in history.newest().items()}
+        measured = {name: value for name, (_, value) in self._measured.newest().items() if "/" not in name}
+        told = {
+            "waited_s": self._waited_s(),
+            "reports": reports,
+            "reports_left_out": history.left_out,
+            "measured": measured,
+        }
+        return {**found, "store": store, "constructors": hosts, **told}
 
     def _waited_s(self) -> float:
-        """Return the seconds in which trainers of the host that waited most waited for a batch."""
-        return max((news.waited_s for news in self._news.values()), default=0.0)
+        """Return the seconds in which trainers waited for a batch, on the host where they waited most."""
+        return max((news.waited_s for news in list(self._news.values())), default=0.0)
+
+    def _measure(self) -> None:
+        """Note how the run does: never while a step is planned, and at most once for a step."""
+        with self._changed:
+            planner, now = self._planner, self._pace.now()
+            step, waited = planner.next_step - 1, self._waited_s()
+            before, plan = self._measured_at, planner.newest_plan
+            if step < planner.first_step or (before is not None and step <= before[0]):
+                return
+            self._measured_at = (step, now, waited)
+            found: dict[str, float] = {}
+            if before is not None and now > before[1]:
+                found["steps_per_s"] = (step - before[0]) / (now - before[1])
+                found["wait_s"] = max(waited - before[2], 0.0) / (step - before[0])
+            weights, names = tuple(planner.latest_weights), planner.inputs.names
+            if weights != self._measured_weights and sum(weights) > 0:
+                self._measured_weights = weights
+                shares = sorted(zip(weights, names, strict=False), reverse=True)[:MEASURED_SHARES]
+                found |= {f"share/{name}": weight / sum(weights) for weight, name in shares}
+        if plan is not None:  # without the lock: a plan never changes
+            loads = plan.loads(plan.padded).sum(axis=1)
+            found["balance"] = float(loads.max() / max(loads.mean(), 1.0)) if len(loads) else 1.0
+        with self._changed:
+            self._measured.add(step, found)
+
+    def _kept_history(self) -> dict[str, Any]:
+        return {"reports": self._planner.inputs.history.to_json(), "measured": self._measured.to_json()}
 
     def _look_for_parked(self) -> None:
         """Look for parked sources that can be read again, in the caller; a store that fails at that is down."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from overlord.core.metric_history import MetricHistory
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.states import StreamState, check_form, restricted_parts
 from overlord.errors import Fenced, StateError
@@ -30,7 +31,7 @@ from overlord.roles.poisoned_rows import PoisonedRows
 from overlord.roles.ports import Loaders
 from overlord.runtimes.launching.service_options import ServiceOptions
 from overlord.stores.places import OpenPlace, Place, open_place
-from overlord.stores.store import FoundLineage, Store, lineage_before, lineage_of, newest_lineage
+from overlord.stores.store import FoundLineage, Store, kept_history, lineage_before, lineage_of, newest_lineage
 from overlord.transforms.samples.processor import fill_from_processor, read_processor, share_patches
 
 Record = Mapping[str, Any]
@@ -76,6 +77,8 @@ class History:
     verdicts: PoisonedRows
     digests: Mapping[int, str] = field(default_factory=dict[int, str])
     """Digests of plans that were made before a crash."""
+    measured: MetricHistory = field(default_factory=MetricHistory)
+    """What the service had measured of itself, step by step."""
 
 
 def open_store(options: ServiceOptions, place: str, opens: OpenPlace | None = None) -> tuple[Store, ResumePoint]:
@@ -171,16 +174,43 @@ def read_history(job: Job, store: Store, point: ResumePoint, given: Mapping[str,
     """Read the inputs of a stream, now that its sources are known; a recovery goes on in its lineage."""
     records, found = point.records, point.found
     verdicts = PoisonedRows.recover(store.journal, given, records, job.names, threading.Lock())
+    reported, measured = _metrics_so_far(store, point, given)
     if not point.recovered:
-        return History(store, point, _inputs(job, store, given, point), verdicts)
+        return History(store, point, _inputs(job, store, given, point, reported), verdicts, measured=measured)
     assert found is not None and given is not None
-    inputs = _inputs_again(job, store, given, found)
+    inputs = _inputs_again(job, store, given, found, reported)
     digests = {record["step"]: record["plan"] for record in records if record["kind"] == "plan"}
     store.go_on(found)
-    return History(store, point, inputs, verdicts, digests)
+    return History(store, point, inputs, verdicts, digests, measured)
 
 
-def _inputs(job: Job, store: Store, state: Mapping[str, Any] | None, point: ResumePoint) -> InputLog:
+def _metrics_so_far(
+    store: Store, point: ResumePoint, given: Mapping[str, Any] | None
+) -> tuple[MetricHistory, MetricHistory]:
+    """Return what was reported and measured before a stream goes on: what was kept, and newer reports."""
+    if given is None:
+        return MetricHistory(), MetricHistory()
+    kept = kept_history(store.place)
+    reported, measured = (MetricHistory.from_json(kept.get(name)) for name in ("reports", "measured"))
+    begin = int(given["step"]) if point.replay_to is None else point.replay_to
+    if not point.recovered:
+        reported.forget_from(begin)
+        measured.forget_from(begin)
+    known = reported.last_step()
+    told = {
+        record["step"]: record["metrics"]
+        for record in reversed(point.found.records if point.found is not None else ())
+        if record["kind"] == "report"
+    }
+    for step in sorted(told):
+        if step > known and (point.recovered or step < begin):
+            reported.add(step, told[step])
+    return reported, measured
+
+
+def _inputs(
+    job: Job, store: Store, state: Mapping[str, Any] | None, point: ResumePoint, history: MetricHistory
+) -> InputLog:
     """Return the reports and changes of a state and of records; of one step's reports the first counts."""
     if state is None:
         return InputLog(job, store.journal, {}, [])
@@ -192,15 +222,17 @@ def _inputs(job: Job, store: Store, state: Mapping[str, Any] | None, point: Resu
     if point.mesh is not None:  # a change like any other, so that a recovery of the new lineage finds it
         assert point.replay_to is not None
         kept.append(Change("mesh", point.replay_to, mesh=point.mesh))
-    return InputLog(job, store.journal, reports, kept)
+    return InputLog(job, store.journal, reports, kept, history)
 
 
-def _inputs_again(job: Job, store: Store, given: Mapping[str, Any], found: FoundLineage) -> InputLog:
+def _inputs_again(
+    job: Job, store: Store, given: Mapping[str, Any], found: FoundLineage, history: MetricHistory
+) -> InputLog:
     """Return everything that a lineage was told since its oldest snapshot: any of its steps may be planned again."""
     oldest = found.snapshots[0].state
     told = with_changes(given["changes"], with_changes(oldest["changes"], changes_of(found.records)))
     changes = changes_from_json(told, job)
-    return InputLog(job, store.journal, _with_reports(oldest["reports"], found.records), changes)
+    return InputLog(job, store.journal, _with_reports(oldest["reports"], found.records), changes, history)
 
 
 def _with_reports(known: Mapping[str, Any], records: Sequence[Record]) -> dict[int, Any]:

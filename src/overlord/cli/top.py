@@ -1,0 +1,200 @@
+"""`overlord top`: a running service in the terminal: what holds it up, rates, sources, hosts, reports, faults."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.text import Text
+
+from overlord.cli.output import Screen
+from overlord.cli.serving import find_status, where_it_is
+from overlord.errors import OverlordError, ServiceLost
+from overlord.reports.pages import Row, terminal_table
+from overlord.reports.summary import count, number, percent, share, size
+
+WIDE = 110
+"""Columns from which all figures of a source are shown."""
+SHOWN_REPORTS = 6
+SHOWN_FAULTS = 4
+LEAST_ROWS = 3
+"""Sources that are shown in a terminal of any height."""
+OTHER_LINES = 14
+"""About so many lines are for everything but the sources."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What happened between two looks at a service."""
+
+    seconds: float
+    steps_per_s: float
+    tokens_per_s: float
+    wait_share: float
+    """Share of the time that trainers waited for batches: those of the host where they waited most."""
+    rows_per_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Rows of each source that its workers have read and measured."""
+    waited_share: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Share of the time that planner and constructors waited for a source."""
+
+
+def rates_of(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float) -> Rates:
+    """Return the rates between two statuses; of counters that began anew in between, since then.
+
+    Example:
+        >>> idle = {"planner": {"next_step": 5}, "waited_s": 1.0, "clients": {}, "sources": {}}
+        >>> rates_of(idle, {**idle, "planner": {"next_step": 9}, "waited_s": 1.5}, 2.0).steps_per_s
+        2.0
+    """
+    seconds = max(seconds, 1e-9)
+
+    def rate(old: float, new: float) -> float:
+        return (new - old if new >= old else new) / seconds
+
+    pairs = {name: (before["sources"].get(name, one), one) for name, one in after["sources"].items()}
+    return Rates(
+        seconds=seconds,
+        steps_per_s=rate(before["planner"]["next_step"], after["planner"]["next_step"]),
+        tokens_per_s=sum(rate(old["tokens"], new["tokens"]) for old, new in pairs.values()),
+        wait_share=min(rate(before["waited_s"], after["waited_s"]), 1.0),
+        rows_per_s={n: rate(old["samples_prepared"], new["samples_prepared"]) for n, (old, new) in pairs.items()},
+        waited_share={n: min(rate(old["waited_s"], new["waited_s"]), 1.0) for n, (old, new) in pairs.items()},
+    )
+
+
+def sentence(status: Mapping[str, Any], rates: Rates) -> tuple[str, str]:
+    """Return what holds up a service in one sentence, and its colour."""
+    if status.get("failed"):
+        return str(status["failed"]), "bold red"
+    if (status.get("service") or {}).get("state", "up") != "up":
+        return "the service process is being started again; trainers go on with what they have", "bold red"
+    if status["store"]["error"]:
+        return f"planning pauses, since the store fails: {status['store']['error']}", "bold red"
+    waits = status["planner"]["waits_for_report"]
+    found = (status.get("scaling") or {}).get("bottleneck")
+    if not status["clients"]:
+        return "no trainer is attached", "yellow"
+    if waits is not None:
+        return (
+            f"the next step waits for the report of step {waits}, which the mixture or the strategy follows",
+            "yellow",
+        )
+    if found:
+        return f"trainers wait {percent(rates.wait_share)} of the time: {found}", "yellow"
+    if rates.wait_share >= 0.05:
+        return f"trainers wait {percent(rates.wait_share)} of the time, and no source alone is the reason", "yellow"
+    return f"training is not waiting for data ({percent(rates.wait_share)} of the time)", "green"
+
+
+def top_view(status: Mapping[str, Any], rates: Rates, *, width: int, height: int | None = None) -> RenderableType:
+    """Return a look at a service for a terminal of a size; without a height all sources are shown."""
+    words, colour = sentence(status, rates)
+    steps = sorted(status["clients"].values())
+    at = "none" if not steps else str(steps[0]) if steps[0] == steps[-1] else f"{steps[0]} to {steps[-1]}"
+    held = size(sum(status["buffers"].values()))
+    balance = status["measured"].get("balance")
+    figures = [
+        f"{number(len(steps), 'rank')} at step {at}",
+        f"{rates.steps_per_s:.2f} steps/s",
+        f"{count(rates.tokens_per_s)} tokens/s",
+        f"planned to {status['planner']['next_step'] - 1}",
+        f"{held} ahead",
+        *([] if balance is None else [f"busiest rank {balance:.3f} of the mean"]),
+    ]
+    parts: list[RenderableType] = [
+        Text(words, style=colour),
+        Text(" · ".join(figures)),
+        Text(f"{status['runtime']} service, mesh {status['mesh']}", style="dim"),
+        _sources(status, rates, width, height),
+    ]
+    parts += [table for table in (_hosts(status),) if table is not None]
+    reports = list(status["reports"].items())
+    if reports:
+        shown = [f"{name} {one['value']:.4g}" for name, one in reports[:SHOWN_REPORTS]]
+        more = f", {len(reports) - SHOWN_REPORTS} more" if len(reports) > SHOWN_REPORTS else ""
+        parts.append(Text(f"reported at step {max(one['step'] for _, one in reports)}: {', '.join(shown)}{more}"))
+    for fault in list(status.get("faults", ()))[-SHOWN_FAULTS:]:
+        then = f"back after {fault['took_s']:.2f} s" if "took_s" in fault else "being replaced"
+        clock = time.strftime("%H:%M:%S", time.localtime(fault["at"]))
+        parts.append(Text(f"{clock} the {fault['role']} {fault['why']}; {then}", style="red"))
+    return Group(*parts)
+
+
+def _sources(status: Mapping[str, Any], rates: Rates, width: int, height: int | None) -> RenderableType:
+    """Return the sources, those that are waited for most first."""
+    sources: Mapping[str, Mapping[str, Any]] = status["sources"]
+    order = sorted(sources, key=lambda n: (-round(rates.waited_share.get(n, 0.0), 2), -sources[n]["planned_share"], n))
+    room = len(order) if height is None else max(LEAST_ROWS, height - OTHER_LINES)
+    heads = ["source", "planned", "realised", "rows/s", "waited for", "epoch", "bad"]
+    heads += ["tokens", "workers", "buffer"] if width >= WIDE else []
+    rows: list[Row] = []
+    for name in order[:room]:
+        one = sources[name]
+        bad = f"[red]{one['bad']:,}[/red]" if one["bad"] else "0"
+        waited = percent(rates.waited_share.get(name, 0.0))
+        cells = [share(one["planned_share"]), share(one["realised_share"]), f"{rates.rows_per_s.get(name, 0.0):,.0f}"]
+        cells += [waited, f"{one['epoch']}{where_it_is(one)}", bad]
+        if width >= WIDE:
+            cells += [count(one["tokens"]), str(one["workers"]), size(one["buffer_bytes"])]
+        rows.append(Row(name, cells))
+    table = terminal_table(None, heads, rows, expand=False)
+    if len(order) <= room:
+        return table
+    return Group(table, Text(f"{len(order) - room} more sources", style="dim"))
+
+
+def _hosts(status: Mapping[str, Any]) -> RenderableType | None:
+    """Return the processes that are down or were replaced; all that are up and well are one line."""
+    hosts = list(status.get("hosts") or ())
+    if not hosts:
+        return None
+    odd = [one for one in hosts if not one["up"] or one["restarts"]]
+    well = Text(f"{len(hosts) - len(odd)} of {number(len(hosts), 'role')} up since the launch", style="dim")
+    if not odd:
+        return well
+    rows = [
+        Row(one["role"], (escape(one["host"]), "yes" if one["up"] else "[red]no[/red]", str(one["restarts"])))
+        for one in odd
+    ]
+    return Group(well, terminal_table(None, ("role", "host", "up", "restarts"), rows, left=("host",)))
+
+
+def watch(
+    address: str, screen: Screen, *, interval_s: float, once: bool, sleep: Callable[[float], None] = time.sleep
+) -> None:
+    """Show a service until Ctrl-C, or once.
+
+    Raises:
+        SpecError: No service answers at the address.
+        ServiceLost: It does not answer any more.
+    """
+    began, before = time.monotonic(), find_status(address)
+    if once or not screen.out.is_terminal:
+        sleep(min(interval_s, 1.0))  # rates need two looks
+        after = _again(address)
+        rates = rates_of(before, after, time.monotonic() - began)
+        screen.show(top_view(after, rates, width=screen.out.width))
+        screen.give({"sentence": sentence(after, rates)[0], "rates": asdict(rates), "status": after})
+        return
+    rates = rates_of(before, before, 1.0)
+    with Live(console=screen.out, auto_refresh=False, screen=True) as live:
+        try:
+            while True:
+                live.update(top_view(before, rates, width=screen.out.width, height=screen.out.height), refresh=True)
+                sleep(interval_s)
+                after, now = _again(address), time.monotonic()
+                rates, before, began = rates_of(before, after, now - began), after, now
+        except KeyboardInterrupt:
+            return  # the way to end it
+
+
+def _again(address: str) -> dict[str, Any]:
+    try:
+        return find_status(address)
+    except OverlordError as error:
+        raise ServiceLost(f"the service at {address} does not answer any more ({error})") from error

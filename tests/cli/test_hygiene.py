@@ -1,0 +1,108 @@
+"""What all commands have in common: help at once and enough of it, --json, --version, completion, no long silence."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from overlord.cli import output
+from overlord.cli.main import app
+from overlord.cli.output import Screen
+from overlord.version import VERSION
+
+HEAVY = {"numpy", "numba", "pydantic", "pyarrow", "yaml", "msgspec", "tokenizers", "PIL", "jinja2", "torch", "ray"}
+MOST_MODULES = 420
+"""Of Python itself, typer and rich: what help needs."""
+CODE = """
+import json, sys
+sys.argv = ["overlord", *json.loads(sys.argv[1])]
+from overlord.__main__ import main
+try:
+    main()
+finally:
+    sys.stderr.write(json.dumps(sorted(sys.modules)))
+"""
+
+
+def early(*arguments: str, **environment: str) -> tuple[str, set[str]]:
+    """Run the command as a user does; return what it printed, and the modules that it loaded."""
+    command = [sys.executable, "-c", CODE, json.dumps(arguments)]
+    told = {**os.environ, "COLUMNS": "100", "TERM": "dumb", **environment}
+    done = subprocess.run(command, capture_output=True, text=True, env=told, timeout=60)
+    return done.stdout, set(json.loads(done.stderr[done.stderr.index("[") :]))
+
+
+def leaves(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    if not hasattr(command, "commands"):
+        yield " ".join(path), command
+    for name, one in getattr(command, "commands", {}).items():
+        yield from leaves(one, (*path, name))
+
+
+ALL = dict(leaves(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ()], ids=str)
+def test_help_loads_nothing_large_and_is_that_of_the_commands(arguments, monkeypatch):
+    shown, modules = early(*arguments)
+    assert not modules & HEAVY
+    assert len(modules) <= MOST_MODULES
+    monkeypatch.setenv("TERM", "dumb")
+    whole = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "100"}, terminal_width=100).stdout
+    assert shown.split() == whole.split(), "cli/__init__.py names other commands, or says another thing of them"
+
+
+def test_version_at_once():
+    shown, modules = early("--version")
+    assert shown == f"overlord {VERSION}\n" and not modules & HEAVY
+    assert CliRunner().invoke(app, ["--version"]).stdout == shown
+
+
+def test_a_shell_completes_commands_and_options():
+    line = {"_OVERLORD_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
+    shown, modules = early(**line, COMP_WORDS="overlord st")
+    assert sorted(shown.split()) == ["status", "steps"]
+    assert modules & HEAVY <= {"pydantic"}  # by typer itself, whatever is completed
+    line["COMP_CWORD"] = "2"
+    shown, _ = early(**line, COMP_WORDS="overlord top --in")
+    assert shown.split() == ["--interval"]
+    script, modules = early("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert "_OVERLORD_COMPLETE=complete_bash" in script
+    assert modules & HEAVY <= {"pydantic"}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_command_tells_how_to_use_it(name):
+    command = ALL[name]
+    assert command.help and len(command.help) > 15
+    options = {option for one in command.params for option in one.opts}
+    assert "--json" in options
+    for one in command.params:
+        assert one.help, f"{name}: {one.name} has no help"
+
+
+def test_no_long_silence(monkeypatch):
+    monkeypatch.setattr(output, "_QUIET_S", 0.05)
+    monkeypatch.setattr(output, "_LINE_EVERY_S", 0.2)
+    screen = Screen()
+    screen.err = Console(file=io.StringIO())
+    with screen.progress() as tell:
+        until = time.monotonic() + 10
+        while "working" not in screen.err.file.getvalue():  # type: ignore[attr-defined]
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        tell("reading", 3, 10)
+        while "reading: 3 of 10" not in screen.err.file.getvalue():  # type: ignore[attr-defined]
+            assert time.monotonic() < until
+            time.sleep(0.01)
