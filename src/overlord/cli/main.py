@@ -1,5 +1,5 @@
-"""The commands: `demo`, `explain`, `profile`, `run`, `serve`, `status`, `top`, `dashboard`, `sources`, `steps`, `import`,
-`schema`, `version`.
+"""The commands: `demo`, `explain`, `profile`, `run`, `serve`, `status`, `top`, `dashboard`, `sources`, `steps`,
+`import`, `schema`, `version`.
 
 Exit codes: 0 done; 1 the run failed, had more bad samples than a tolerance allows, or lint found errors; 2 what was
 asked for cannot be done; 130 Ctrl-C.
