@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 import overlord as ol
 from overlord.cli.main import app
 from overlord.cli.output import Screen
-from overlord.cli.top import Rates, rates_of, sentence, top_view, watch
+from overlord.cli.top import top_view, watch
 from overlord.errors import ServiceLost
+from overlord.reports.live import Rates, rates_of, sentence_of
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +60,14 @@ def test_it_says_what_is_waited_for(looked):
     busy, idle = Rates(1.0, 2.0, 100.0, 0.4), Rates(1.0, 2.0, 100.0, 0.0)
     slow = {**status, "scaling": {"bottleneck": "source 'a' is the bottleneck: it has 1 worker and needs 3"}}
     calm = {**status, "scaling": {"bottleneck": None}}
-    assert sentence(slow, busy)[0].startswith("trainers wait 40")
-    assert "source 'a' is the bottleneck" in sentence(slow, busy)[0]
-    assert "no source alone" in sentence(calm, busy)[0]
-    assert sentence(calm, idle)[0].startswith("training is not waiting for data")
-    assert sentence({**calm, "clients": {}}, idle)[0] == "no trainer is attached"
-    assert "store fails: full" in sentence({**calm, "store": {"error": "full"}}, idle)[0]
+    assert sentence_of(slow, busy)[0].startswith("trainers wait 40")
+    assert "source 'a' is the bottleneck" in sentence_of(slow, busy)[0]
+    assert "no source alone" in sentence_of(calm, busy)[0]
+    assert sentence_of(calm, idle)[0].startswith("training is not waiting for data")
+    assert sentence_of({**calm, "clients": {}}, idle)[0] == "no trainer is attached"
+    assert "store fails: full" in sentence_of({**calm, "store": {"error": "full"}}, idle)[0]
     late = {**calm, "planner": {**status["planner"], "waits_for_report": 7}}
-    assert "waits for the report of step 7" in sentence(late, idle)[0]
+    assert "waits for the report of step 7" in sentence_of(late, idle)[0]
     fault = {"role": "planner host", "why": "hangs", "at": 0.0, "took_s": 0.5}
     host = {"role": "planner host", "host": "here", "pid": 1, "up": True, "generation": 2, "restarts": 1}
     text = drawn({**calm, "faults": [fault], "hosts": [host]}, idle, 100)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -15,9 +15,11 @@ from rich.text import Text
 from overlord.cli.output import Screen
 from overlord.cli.serving import find_status, where_it_is
 from overlord.errors import OverlordError, ServiceLost
+from overlord.reports.live import Mood, Rates, rates_of, sentence_of
 from overlord.reports.pages import Row, terminal_table
 from overlord.reports.summary import count, number, percent, share, size
 
+COLOURS: Mapping[Mood, str] = {"well": "green", "waiting": "yellow", "failing": "bold red"}
 WIDE = 110
 """Columns from which all figures of a source are shown."""
 SHOWN_REPORTS = 6
@@ -28,72 +30,9 @@ OTHER_LINES = 14
 """About so many lines are for everything but the sources."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """What happened between two looks at a service."""
-
-    seconds: float
-    steps_per_s: float
-    tokens_per_s: float
-    wait_share: float
-    """Share of the time that trainers waited for batches: those of the host where they waited most."""
-    rows_per_s: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Rows of each source that its workers have read and measured."""
-    waited_share: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Share of the time that planner and constructors waited for a source."""
-
-
-def rates_of(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float) -> Rates:
-    """Return the rates between two statuses; of counters that began anew in between, since then.
-
-    Example:
-        >>> idle = {"planner": {"next_step": 5}, "waited_s": 1.0, "clients": {}, "sources": {}}
-        >>> rates_of(idle, {**idle, "planner": {"next_step": 9}, "waited_s": 1.5}, 2.0).steps_per_s
-        2.0
-    """
-    seconds = max(seconds, 1e-9)
-
-    def rate(old: float, new: float) -> float:
-        return (new - old if new >= old else new) / seconds
-
-    pairs = {name: (before["sources"].get(name, one), one) for name, one in after["sources"].items()}
-    return Rates(
-        seconds=seconds,
-        steps_per_s=rate(before["planner"]["next_step"], after["planner"]["next_step"]),
-        tokens_per_s=sum(rate(old["tokens"], new["tokens"]) for old, new in pairs.values()),
-        wait_share=min(rate(before["waited_s"], after["waited_s"]), 1.0),
-        rows_per_s={n: rate(old["samples_prepared"], new["samples_prepared"]) for n, (old, new) in pairs.items()},
-        waited_share={n: min(rate(old["waited_s"], new["waited_s"]), 1.0) for n, (old, new) in pairs.items()},
-    )
-
-
-def sentence(status: Mapping[str, Any], rates: Rates) -> tuple[str, str]:
-    """Return what holds up a service in one sentence, and its colour."""
-    if status.get("failed"):
-        return str(status["failed"]), "bold red"
-    if (status.get("service") or {}).get("state", "up") != "up":
-        return "the service process is being started again; trainers go on with what they have", "bold red"
-    if status["store"]["error"]:
-        return f"planning pauses, since the store fails: {status['store']['error']}", "bold red"
-    waits = status["planner"]["waits_for_report"]
-    found = (status.get("scaling") or {}).get("bottleneck")
-    if not status["clients"]:
-        return "no trainer is attached", "yellow"
-    if waits is not None:
-        return (
-            f"the next step waits for the report of step {waits}, which the mixture or the strategy follows",
-            "yellow",
-        )
-    if found:
-        return f"trainers wait {percent(rates.wait_share)} of the time: {found}", "yellow"
-    if rates.wait_share >= 0.05:
-        return f"trainers wait {percent(rates.wait_share)} of the time, and no source alone is the reason", "yellow"
-    return f"training is not waiting for data ({percent(rates.wait_share)} of the time)", "green"
-
-
 def top_view(status: Mapping[str, Any], rates: Rates, *, width: int, height: int | None = None) -> RenderableType:
     """Return a look at a service for a terminal of a size; without a height all sources are shown."""
-    words, colour = sentence(status, rates)
+    words, mood = sentence_of(status, rates)
     steps = sorted(status["clients"].values())
     at = "none" if not steps else str(steps[0]) if steps[0] == steps[-1] else f"{steps[0]} to {steps[-1]}"
     held = size(sum(status["buffers"].values()))
@@ -107,7 +46,7 @@ def top_view(status: Mapping[str, Any], rates: Rates, *, width: int, height: int
         *([] if balance is None else [f"busiest rank {balance:.3f} of the mean"]),
     ]
     parts: list[RenderableType] = [
-        Text(words, style=colour),
+        Text(words, style=COLOURS[mood]),
         Text(" · ".join(figures)),
         Text(f"{status['runtime']} service, mesh {status['mesh']}", style="dim"),
         _sources(status, rates, width, height),
@@ -179,7 +118,7 @@ def watch(
         after = _again(address)
         rates = rates_of(before, after, time.monotonic() - began)
         screen.show(top_view(after, rates, width=screen.out.width))
-        screen.give({"sentence": sentence(after, rates)[0], "rates": asdict(rates), "status": after})
+        screen.give({"sentence": sentence_of(after, rates)[0], "rates": asdict(rates), "status": after})
         return
     rates = rates_of(before, before, 1.0)
     with Live(console=screen.out, auto_refresh=False, screen=True) as live:

@@ -22,6 +22,7 @@ from overlord.core import client_messages as msg
 from overlord.core.plan import LoadingPlan, plan_from_bytes
 from overlord.core.samples import SampleId
 from overlord.errors import OverlordError
+from overlord.reports.live import rates_of, sentence_of
 from overlord.runtimes.client_feed import ask_once, status_of
 from overlord.runtimes.transport.codec import raised
 from overlord.version import VERSION
@@ -34,8 +35,6 @@ KEPT_POINTS = 1800
 PLAN_EVERY_S = 3.0
 """How often a plan is asked for at most: one of thousands of ranks has megabytes."""
 SHOWN_FAULTS = 50
-LITTLE_WAIT = 0.02
-"""Trainers that wait a smaller share of the time do not wait for data."""
 LINES = ("at", "step", "steps_per_s", "tokens_per_s", "waited", "views_bytes", "read_bytes")
 """What a point of the history holds, in this order."""
 
@@ -114,69 +113,45 @@ def shown_status(status: Mapping[str, Any], before: Mapping[str, Any] | None, se
 
     Args:
         status: Of the service.
-        before: That of the look before; None for the first.
+        before: That of an earlier look; None for the first, which has no rates.
         seconds: Between them.
     """
-    sources, old = status.get("sources") or {}, (before or {}).get("sources") or {}
-    rates = {name: _rate(one["tokens"], old.get(name, {}).get("tokens"), seconds) for name, one in sources.items()}
+    rates = rates_of(before or status, status, seconds or 1.0)
+    words, mood = sentence_of(status, rates)
     steps = [int(step) for step in (status.get("clients") or {}).values()]
-    taken = [int(step) for step in ((before or {}).get("clients") or {}).values()]
-    step = max(steps, default=None)
-    known = [rate for rate in rates.values() if rate is not None]
-    buffers = status.get("buffers") or {}
-    waited = _rate(status.get("waited_s"), (before or {}).get("waited_s"), seconds)
+    service, known = status.get("service") or {}, before is not None
     return {
-        "sentence": sentence_of(status, waited),
+        "sentence": f"{words[:1].upper()}{words[1:]}.",
+        "mood": mood,
         "runtime": status.get("runtime"),
         "mesh": status.get("mesh"),
         "next_mesh": status.get("next_mesh"),
-        "state": (status.get("service") or {}).get("state", "up"),
-        "restarts": (status.get("service") or {}).get("restarts", 0),
-        "next_step": (status.get("planner") or {}).get("next_step"),
-        "clients": {"count": len(steps), "first": min(steps, default=None), "last": step},
+        "restarts": service.get("restarts", 0),
+        "next_step": status["planner"]["next_step"],
+        "clients": {"count": len(steps), "first": min(steps, default=None), "last": max(steps, default=None)},
         "store": status.get("store"),
         "rates": {
-            "step": step,
-            "steps_per_s": _rate(step, max(taken, default=None), seconds),
-            "tokens_per_s": sum(known) if known else None,
-            "waited": None if waited is None else min(waited, 1.0),
-            "views_bytes": buffers.get("views_bytes"),
-            "read_bytes": buffers.get("read_bytes"),
+            "step": max(steps, default=None),
+            "steps_per_s": rates.steps_per_s if known else None,
+            "tokens_per_s": rates.tokens_per_s if known else None,
+            "waited": rates.wait_share if known else None,
+            "views_bytes": status["buffers"]["views_bytes"],
+            "read_bytes": status["buffers"]["read_bytes"],
         },
-        "sources": [{"name": name, "tokens_per_s": rates[name], **one} for name, one in sources.items()],
+        "sources": [
+            {
+                "name": name,
+                "tokens_per_s": rates.source_tokens_per_s[name] if known else None,
+                "waited_share": rates.waited_share[name] if known else None,
+                **one,
+            }
+            for name, one in status["sources"].items()
+        ],
+        "reports": status.get("reports") or {},
         "hosts": list(status.get("hosts") or ()),
         "faults": list(status.get("faults") or ())[-SHOWN_FAULTS:],
         "scaling": list((status.get("scaling") or {}).get("events") or ())[-SHOWN_FAULTS:],
     }
-
-
-def sentence_of(status: Mapping[str, Any], waited: float | None = None) -> str:
-    """Return the state of a service in one sentence: what holds up the trainers, if anything does.
-
-    Args:
-        status: Of the service.
-        waited: The share of the time in which trainers waited of late; None where it is not known.
-    """
-    if status.get("failed"):
-        return str(status["failed"])
-    service = status.get("service") or {}
-    if service.get("state", "up") != "up":
-        return f"The service process is {service['state']}: {service.get('why') or 'it ended'}."
-    if (status.get("store") or {}).get("error"):
-        return f"Planning waits for the store: {status['store']['error']}"
-    waiting = (status.get("planner") or {}).get("waits_for_report")
-    if waiting is not None:
-        return f"Planning waits for the trainer's report of step {waiting}."
-    found = (status.get("scaling") or {}).get("bottleneck")
-    if waited is not None and waited > LITTLE_WAIT:
-        why = found or "no single source holds them up; the host may need more cores for decoding and packing"
-        return f"Trainers wait for data {min(waited, 1.0):.0%} of the time: {why}."
-    return "Trainers do not wait for data." if status.get("clients") else "No trainer is attached."
-
-
-def _rate(new: float | None, old: float | None, seconds: float) -> float | None:
-    """Return the rate of something that is counted; None at the first look, and where the count began anew."""
-    return None if new is None or old is None or new < old or seconds <= 0 else (new - old) / seconds
 
 
 def shown_balance(plan: LoadingPlan) -> dict[str, Any]:

@@ -59,7 +59,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { op
 
 // Sources: a table that keeps its rows; 306 of them are updated in place.
 const HEADS = [["name", "source"], ["format", "format"], ["planned_share", "planned"], ["realised_share", "realised"],
-  ["tokens_per_s", "tokens/s"], ["", ""], ["samples", "samples"], ["epoch", "epoch"], ["workers", "workers"],
+  ["tokens_per_s", "tokens/s"], ["", ""], ["waited_share", "waited for"], ["samples", "samples"], ["epoch", "epoch"], ["workers", "workers"],
   ["buffer_bytes", "buffer"], ["bad", "bad"], ["skipped", "skipped"], ["state", "state"]];
 let sources = [], sortBy = "planned_share", downwards = true, chosen = null;
 const rowOf = new Map(), sparks = new Map();
@@ -87,12 +87,12 @@ function showSources() {
       rowOf.set(one.name, row);
     }
     const texts = [one.name, one.format, percent(one.planned_share), percent(one.realised_share), count(one.tokens_per_s), null,
-      count(one.samples), count(one.epoch), count(one.workers), bytes(one.buffer_bytes), count(one.bad), count(one.skipped), stateOf(one)];
+      percent(one.waited_share), count(one.samples), count(one.epoch), count(one.workers), bytes(one.buffer_bytes), count(one.bad), count(one.skipped), stateOf(one)];
     texts.forEach((text, column) => {
       const cell = row.cells[column] ?? row.insertCell();
       if (text === null) { if (!cell.firstChild) cell.append(element("canvas", undefined, { width: 160, height: 36 })); return; }
       if (cell.textContent !== text) cell.textContent = text;
-      cell.className = column < 2 ? "left" : column === 10 && one.bad ? "fault" : "";
+      cell.className = column < 2 ? "left" : column === 11 && one.bad ? "fault" : "";
     });
     if (body.rows[at] !== row) body.insertBefore(row, body.rows[at] ?? null);
   });
@@ -185,9 +185,9 @@ function show(seen) {
   $("live").className = seen.lost ? "lost" : "";
   if (seen.at > (columns.at.at(-1) ?? 0)) Object.keys(columns).forEach((name, at) => { columns[name].push(seen.point[at]); if (columns[name].length > SHOWN_POINTS) columns[name].shift(); });
   draw();
-  if (seen.lost) { $("sentence").textContent = seen.lost; $("sentence").className = "trouble"; return; }
+  if (seen.lost) { $("sentence").textContent = seen.lost; $("sentence").className = "failing"; return; }
   $("sentence").textContent = seen.sentence;
-  $("sentence").className = /^(Trainers do not|No trainer)/.test(seen.sentence) ? "" : "trouble";
+  $("sentence").className = seen.mood;
   document.title = `${seen.rates.step ?? "–"} · overlord`;
   const then = seen.next_mesh ? `, from step ${seen.next_mesh.step} on ${seen.next_mesh.mesh}` : "";
   $("facts").replaceChildren(...[`${seen.runtime} service`, `mesh ${seen.mesh}${then}`, `${seen.clients.count} ranks attached`,
