@@ -174,6 +174,71 @@ def test_a_gpt_model_resumes_exactly_on_another_number_of_ranks(job, cache, tmp_
     assert whole[-1][1] != pytest.approx(whole[0][1], rel=1e-3)
 
 
+def provide(rank, job, cache):
+    """Return the shape of the first batch on a tensor-parallel rank that takes any."""
+    setup(tensor_model_parallel_size=2)
+    args = megatron_args(2, None, tp=2)
+    data, _, _ = dataset_provider(job, lambda: args, cache=cache)(None)
+    return None if data is None else (tuple(next(data)["tokens"].shape), data.loader.close())
+
+
+@pytest.mark.slow
+def test_only_the_first_tensor_parallel_rank_takes_batches(job, cache, tmp_path):
+    assert run_ranks(provide, 2, tmp_path, job, cache) == [((1, SEQUENCE), None), None]
+
+
+def provide(rank, job, cache):
+    """Return the shape of the first batch on a tensor-parallel rank that takes any."""
+    setup(tensor_model_parallel_size=2)
+    args = megatron_args(2, None, tp=2)
+    data, _, _ = dataset_provider(job, lambda: args, cache=cache)(None)
+    return None if data is None else (tuple(next(data)["tokens"].shape), data.loader.close())
+
+
+@pytest.mark.slow
+def test_only_the_first_tensor_parallel_rank_takes_batches(job, cache, tmp_path):
+    assert run_ranks(provide, 2, tmp_path, job, cache) == [((1, SEQUENCE), None), None]
+
+
+def provide(rank, job, cache):
+    """Return the shape of the first batch on a tensor-parallel rank that takes any."""
+    setup(tensor_model_parallel_size=2)
+    args = megatron_args(2, None, tp=2)
+    data, _, _ = dataset_provider(job, lambda: args, cache=cache)(None)
+    return None if data is None else (tuple(next(data)["tokens"].shape), data.loader.close())
+
+
+@pytest.mark.slow
+def test_only_the_first_tensor_parallel_rank_takes_batches(job, cache, tmp_path):
+    assert run_ranks(provide, 2, tmp_path, job, cache) == [((1, SEQUENCE), None), None]
+
+
+def provide(rank, job, cache):
+    """Return the shape of the first batch on a tensor-parallel rank that takes any."""
+    setup(tensor_model_parallel_size=2)
+    args = megatron_args(2, None, tp=2)
+    data, _, _ = dataset_provider(job, lambda: args, cache=cache)(None)
+    return None if data is None else (tuple(next(data)["tokens"].shape), data.loader.close())
+
+
+@pytest.mark.slow
+def test_only_the_first_tensor_parallel_rank_takes_batches(job, cache, tmp_path):
+    assert run_ranks(provide, 2, tmp_path, job, cache) == [((1, SEQUENCE), None), None]
+
+
+def provide(rank, job, cache):
+    """Return the shape of the first batch on a tensor-parallel rank that takes any."""
+    setup(tensor_model_parallel_size=2)
+    args = megatron_args(2, None, tp=2)
+    data, _, _ = dataset_provider(job, lambda: args, cache=cache)(None)
+    return None if data is None else (tuple(next(data)["tokens"].shape), data.loader.close())
+
+
+@pytest.mark.slow
+def test_only_the_first_tensor_parallel_rank_takes_batches(job, cache, tmp_path):
+    assert run_ranks(provide, 2, tmp_path, job, cache) == [((1, SEQUENCE), None), None]
+
+
 class Counted(nn.Module):
     """A model whose output is the loss of each token, without attention: ranks need not exchange keys."""
 

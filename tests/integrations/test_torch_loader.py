@@ -12,6 +12,8 @@ import warnings
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import run_ranks
 from tests.conftest import slice_indices
 
 import overlord as ol
@@ -371,3 +373,141 @@ def test_a_stream_has_a_length_where_it_is_known(ids_job, cache):
         next(batches)  # fetched, not used
         assert json.loads(flat.state_dict()["stream"])["step"] == 2
         assert len(list(batches)) == 5
+
+
+def _flat(loader, steps):
+    return [[token for rows in ids for row in rows for token in row] for _, ids in _tokens(loader, steps)]
+
+
+def _take_in_a_group(rank, job, cache):
+    """Take steps on processes 0 and 2 of three; return the tokens, by data parallelism and by a broadcast."""
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        with pytest.raises(ol.SpecError, match="group does not contain this process"):
+            DataLoader(job, group=group)
+        return None
+    found = []
+    for mesh, axes in (("dp=2", ()), ("tp=2", ("TP",))):
+        strategy = ol.strategies.backbone_balance(broadcast=axes)
+        with DataLoader(job, mesh=mesh, group=group, strategy=strategy, cache=cache) as loader:
+            found.append(_flat(loader, 2))
+            dist.barrier(group)  # the first rank ends the service
+    return found
+
+
+def test_only_the_processes_of_a_group_take_batches(ids_job, cache, tmp_path):
+    first, none, last = run_ranks(_take_in_a_group, 3, tmp_path, ids_job, cache)
+    assert none is None
+    with DataLoader(ids_job, cache=cache, runtime="inline") as loader:
+        whole = [sorted(one) for one in _flat(loader, 2)]
+    for step in range(2):
+        assert sorted(first[0][step] + last[0][step]) == whole[step]
+        assert first[1][step] == last[1][step] and sorted(first[1][step]) == whole[step]
+
+
+def _take_in_a_group(rank, job, cache):
+    """Take steps on processes 0 and 2 of three; return the tokens, by data parallelism and by a broadcast."""
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        with pytest.raises(ol.SpecError, match="group does not contain this process"):
+            DataLoader(job, group=group)
+        return None
+    found = []
+    for mesh, axes in (("dp=2", ()), ("tp=2", ("TP",))):
+        strategy = ol.strategies.backbone_balance(broadcast=axes)
+        with DataLoader(job, mesh=mesh, group=group, strategy=strategy, cache=cache) as loader:
+            found.append([sum(ids, []) for _, ids in _tokens(loader, 2)])
+    return found
+
+
+def test_only_the_processes_of_a_group_take_batches(ids_job, cache, tmp_path):
+    first, none, last = run_ranks(_take_in_a_group, 3, tmp_path, ids_job, cache)
+    assert none is None
+    with DataLoader(ids_job, cache=cache, runtime="inline") as loader:
+        whole = [sorted(token for row in sum(ids, []) for token in row) for _, ids in _tokens(loader, 2)]
+    for step in range(2):
+        both = [token for part in (first[0], last[0]) for row in part[step] for token in row]
+        assert sorted(both) == whole[step]
+        assert first[1][step] == last[1][step]
+        assert sorted(token for row in first[1][step] for token in row) == whole[step]
+
+
+def _take_in_a_group(rank, job, cache):
+    """Take steps on processes 0 and 2 of three; return the tokens, by data parallelism and by a broadcast."""
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        with pytest.raises(ol.SpecError, match="group does not contain this process"):
+            DataLoader(job, group=group)
+        return None
+    found = []
+    for mesh, axes in (("dp=2", ()), ("tp=2", ("TP",))):
+        strategy = ol.strategies.backbone_balance(broadcast=axes)
+        with DataLoader(job, mesh=mesh, group=group, strategy=strategy, cache=cache) as loader:
+            found.append([sum(ids, []) for _, ids in _tokens(loader, 2)])
+    return found
+
+
+def test_only_the_processes_of_a_group_take_batches(ids_job, cache, tmp_path):
+    first, none, last = run_ranks(_take_in_a_group, 3, tmp_path, ids_job, cache)
+    assert none is None
+    with DataLoader(ids_job, cache=cache, runtime="inline") as loader:
+        whole = [sorted(token for row in sum(ids, []) for token in row) for _, ids in _tokens(loader, 2)]
+    for step in range(2):
+        both = [token for part in (first[0], last[0]) for row in part[step] for token in row]
+        assert sorted(both) == whole[step]
+        assert first[1][step] == last[1][step]
+        assert sorted(token for row in first[1][step] for token in row) == whole[step]
+
+
+def _take_in_a_group(rank, job, cache):
+    """Take steps on processes 0 and 2 of three; return the tokens, by data parallelism and by a broadcast."""
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        with pytest.raises(ol.SpecError, match="group does not contain this process"):
+            DataLoader(job, group=group)
+        return None
+    found = []
+    for mesh, axes in (("dp=2", ()), ("tp=2", ("TP",))):
+        strategy = ol.strategies.backbone_balance(broadcast=axes)
+        with DataLoader(job, mesh=mesh, group=group, strategy=strategy, cache=cache) as loader:
+            found.append([sum(ids, []) for _, ids in _tokens(loader, 2)])
+    return found
+
+
+def test_only_the_processes_of_a_group_take_batches(ids_job, cache, tmp_path):
+    first, none, last = run_ranks(_take_in_a_group, 3, tmp_path, ids_job, cache)
+    assert none is None
+    with DataLoader(ids_job, cache=cache, runtime="inline") as loader:
+        whole = [sorted(token for row in sum(ids, []) for token in row) for _, ids in _tokens(loader, 2)]
+    for step in range(2):
+        both = [token for part in (first[0], last[0]) for row in part[step] for token in row]
+        assert sorted(both) == whole[step]
+        assert first[1][step] == last[1][step]
+        assert sorted(token for row in first[1][step] for token in row) == whole[step]
+
+
+def _take_in_a_group(rank, job, cache):
+    """Take steps on processes 0 and 2 of three; return the tokens, by data parallelism and by a broadcast."""
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        with pytest.raises(ol.SpecError, match="group does not contain this process"):
+            DataLoader(job, group=group)
+        return None
+    found = []
+    for mesh, axes in (("dp=2", ()), ("tp=2", ("TP",))):
+        strategy = ol.strategies.backbone_balance(broadcast=axes)
+        with DataLoader(job, mesh=mesh, group=group, strategy=strategy, cache=cache) as loader:
+            found.append([sum(ids, []) for _, ids in _tokens(loader, 2)])
+    return found
+
+
+def test_only_the_processes_of_a_group_take_batches(ids_job, cache, tmp_path):
+    first, none, last = run_ranks(_take_in_a_group, 3, tmp_path, ids_job, cache)
+    assert none is None
+    with DataLoader(ids_job, cache=cache, runtime="inline") as loader:
+        whole = [sorted(token for row in sum(ids, []) for token in row) for _, ids in _tokens(loader, 2)]
+    for step in range(2):
+        both = [token for part in (first[0], last[0]) for row in part[step] for token in row]
+        assert sorted(both) == whole[step]
+        assert first[1][step] == last[1][step]
+        assert sorted(token for row in first[1][step] for token in row) == whole[step]

@@ -156,7 +156,6 @@ def train(rank, world, job, cache, folder, resume):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_trainers_resume_on_another_number_of_ranks(job, cache, tmp_path):
     (whole,) = run_ranks(train, 1, tmp_path / "one", 1, job, cache, str(tmp_path), False)
     again = run_ranks(train, 2, tmp_path / "two", 2, job, cache, str(tmp_path), True)
@@ -165,4 +164,4 @@ def test_trainers_resume_on_another_number_of_ranks(job, cache, tmp_path):
         assert len(losses) == STEPS, name
         parts = [rank[name] for rank in again]
         assert [sorted(a + b) for a, b in zip(*(one for one, _ in parts), strict=True)] == ids[SAVED:], name
-        assert parts[0][1] == pytest.approx(losses[SAVED:], rel=2e-4), name
+        assert parts[0][1] == pytest.approx(losses[SAVED:], rel=5e-5), name

@@ -119,7 +119,7 @@ def shape_of(limits: Limits, tree: ClientPlaceTree, axis: str) -> dict[str, Any]
 
 
 def piece_multiple(slicing: str, cp: int) -> int:
-    """Return what the length of every piece is rounded up to: a zigzag of every segment needs one, whoever cuts it.
+    """Return what the length of every piece is rounded up to: a zigzag of segments needs one, also a trainer's own.
 
     Example:
         >>> piece_multiple("zigzag", 4), piece_multiple("contiguous", 4)
