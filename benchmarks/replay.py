@@ -8,8 +8,9 @@ a sequence from four microbatches that are measured before (`ol.costs.fit`).
     measured    the time of every microbatch of every rank, by itself
     computed    the step from these times: ranks that share a microbatch begin it together and end it with the slowest;
                 otherwise ranks run free and meet once a step (`step_ms`), or meet in every microbatch (`lockstep_ms`)
-    assumed     keys and values arrive while a block computes: nothing is exchanged here, so links are free; embedding,
-                loss, the sum of gradients and the optimizer are left out
+    assumed     keys and values arrive while a block computes: nothing is exchanged here, so links are free
+                (`not_sent_gb` is what a mean rank would send); embedding, loss, the sum of gradients and the optimizer
+                are left out
 
 On a GPU it runs four layers of LLaMA-7B with 8 groups of keys in bfloat16, at most 8k tokens a rank. With `--ring` it
 also measures what `benchmarks.ring` does, so that one command has all figures that need a GPU. On a CPU `--quick` shows
@@ -142,6 +143,17 @@ def step_time(work: list[list[Work]], times: npt.NDArray[np.float64]) -> float:
     return float(clock.max())
 
 
+def exchanged(work: list[list[Work]], layers: int) -> float:
+    """Return the bytes that a mean rank would send to its neighbours in rings, in low precision; here nothing is.
+
+    Forward sends keys and values to all others, one rank further each turn; backward does so again, and sends their
+    gradients in float32 round the whole ring.
+    """
+    row = 2 * ring_benchmark.GROUPS * ring_benchmark.SIZE
+    shared = [(sum(one.lengths) / one.width, one.width) for mine in work for one in mine if one.width > 1]
+    return layers * row * sum(tokens * (2 * 2 * (width - 1) + 4 * width) for tokens, width in shared) / len(work)
+
+
 def fitted(size: Size, device: torch.device, rounds: int) -> ol.costs.CostModel:
     """Return what a sequence costs on this device, as a user would measure it."""
     most = size.context // size.tree.cp
@@ -164,6 +176,7 @@ def replay(size: Size, device: torch.device, rounds: int, cost: ol.costs.CostMod
         work = work_of(run_strategy(free, buffer, size.tree), size.tree)
         times = timed(work, size, device, rounds)
         figures |= {f"{name}_step_ms": step_time(work, times), f"{name}_mean_ms": float(times.sum() / ranks)}
+        figures[f"{name}_not_sent_gb"] = exchanged(work, size.layers) / 1e9
         met = times
         if lockstep != free:
             met = timed(work_of(run_strategy(lockstep, buffer, size.tree), size.tree), size, device, rounds)

@@ -187,7 +187,7 @@ def test_the_benchmark_of_a_device_runs_small(monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "FFN", 256)
     monkeypatch.setattr(benchmark, "HEADS", 4)
     monkeypatch.setattr(benchmark, "GROUPS", 2)
-    monkeypatch.setattr("sys.argv", ["ring", "--tokens", "128", "--rounds", "1", "--device", "cpu", "--json"])
+    monkeypatch.setattr("sys.argv", ["ring", "--tokens", "64", "--rounds", "1", "--device", "cpu", "--json"])
     benchmark.main()
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert figures["error_over_flash"] <= 2 and figures["offload_1_host_gb"] > figures["offload_0.5_host_gb"] > 0
@@ -206,6 +206,7 @@ def test_the_replay_of_all_ranks_runs_small(monkeypatch, capsys):
     figures = json.loads(told.out.splitlines()[-1])
     for name in ("vanilla", "backbone_balance", "hdp"):
         assert figures[f"{name}_step_ms"] >= figures[f"{name}_mean_ms"] > 0 and f"{name}_step_ms" in told.err
+    assert figures["hdp_not_sent_gb"] < figures["vanilla_not_sent_gb"]  # short sequences stay on one rank
     assert "Measured: every microbatch of every rank" in told.err and "Assumed: links are free" in told.err
     # Ranks 0 and 1 share the first microbatch; rank 1 has a second one, which waits for that.
     shared, alone = replay.Work((8,), 0, 2), replay.Work((8,), 1, 1)

@@ -55,6 +55,26 @@ def test_mesh_changes_the_plan_but_not_the_order(mixed_job, cache, reference, me
     assert same == (mesh == "dp=2,cp=2")
 
 
+def test_what_waits_on_the_host_is_a_part_of_the_plan(ids_job, cache):
+    """The share of every microbatch: on every rank, at every scale, and after a resume."""
+    hidden = ol.costs.Offload(8, act_bytes_per_token=1, bandwidth=1e9, time=ol.costs.CostModel(0, 1e-6))
+
+    def shares(steps, **options):
+        strategy = ol.strategies.hdp(offload=hidden)
+        with ol.launch(ids_job, mesh=MESH, strategy=strategy, cache=cache, **options) as service:
+            clients, found = [service.client(rank) for rank in range(4)], []
+            for _ in range(steps):
+                taken = [next(client) for client in clients]
+                metas = [batch.meta for step in taken for batch in step.microbatches]
+                found.append((taken[0].plan_digest, [(meta.order, meta.ranks, meta.offload_ratio) for meta in metas]))
+            return found, clients[0].state_dict()
+
+    first, state = shares(2, runtime="inline")
+    rest, _ = shares(2, runtime="inline", state=state)
+    assert shares(4, runtime="local", threads=2, loaders_per_source=2)[0] == first + rest
+    assert len({share for _, metas in first + rest for _, _, share in metas}) > 2
+
+
 def test_other_seed_is_another_stream(ids_job, cache):
     other = stream_digests(ids_job.replace(seed=99), steps=5, cache=cache)
     assert other.order != stream_digests(ids_job, steps=5, cache=cache).order

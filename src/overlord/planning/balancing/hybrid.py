@@ -236,8 +236,8 @@ def hybrid_microbatches(
         objective: "sum": the largest sum of a rank, for ranks that run free. "lockstep": the sum over microbatches of
             the slowest rank, for ranks that meet in each. "pipeline": the slowest of the pipelines, each with the ranks
             of its stages: the sum of its microbatches, and its largest one again for every further stage.
-        equal_counts: Whether all ranks get the same number of microbatches, some of them empty (sharded parameters,
-            expert parallelism).
+        equal_counts: Whether all ranks get the same number of microbatches, some of them empty (expert parallelism,
+            sharded parameters that are gathered for each).
         blocks: Which ranks may form a block.
         widen: Whether even rounds may give an item more ranks than its memory needs.
         method: How items that are shared by as many ranks get their blocks; in even rounds, how short items get their
