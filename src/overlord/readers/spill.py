@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from overlord.core.order import MAX_STREAMS, SPAN_BYTES
-from overlord.core.ragged import Array, Ragged, RowBatch, num_bytes, num_rows, slice_rows
+from overlord.core.ragged import Array, Ragged, RowBatch, concat_rows, num_bytes, num_rows, slice_rows, take_rows
 from overlord.errors import ReaderError
 from overlord.readers.reader import Rows, reason_of
 
@@ -148,6 +149,17 @@ class SpilledBlock:
         finally:
             # Also after a row or two: the page cache may map 2 MB around a row that is touched.
             self._release_pages()
+
+    def take(self, rows: npt.NDArray[np.int64]) -> RowBatch:
+        """Return a copy of some rows, which are given in rising order."""
+        batch_of = np.searchsorted(self._first_rows, rows, side="right") - 1
+        used, starts = np.unique(batch_of, return_index=True)
+        parts = [
+            take_rows(self._batch(number), part - self._first_rows[number])
+            for number, part in zip(used.tolist(), np.split(rows, starts[1:]), strict=True)
+        ]
+        self._release_pages()
+        return concat_rows(parts)
 
     def _batch(self, number: int) -> RowBatch:
         # No parsing: where parts have a row or two, as those of images, a message of Arrow IPC took most of the time.
