@@ -92,13 +92,22 @@ def test_the_law_holds(folder, tokenizer, cache):
     job = job_of(tokenizer, folder / "captions-*.parquet", join, shuffle_bytes=4096)
     mesh = ol.ClientPlaceTree(dp=2)
     reference = stream_digests(job, mesh=mesh, steps=5, cache=cache)
-    more = {"runtime": "local", "threads": 4, "loaders_per_source": 2}
-    assert stream_digests(job, mesh=mesh, steps=5, cache=cache, **more) == reference
+    assert stream_digests(job, mesh=mesh, steps=5, cache=cache, loaders_per_source=2) == reference
     assert_resumes_anywhere(job, steps=3, mesh=mesh, cache=cache)
     # Beside order_by: rows of both are reached one by one.
     ordered = content(job_of(tokenizer, folder / "captions-*.jsonl", join, order_by="-n"), cache, steps=2)
     plain = content(job_of(tokenizer, folder / "whole-*.parquet", order_by="-n"), cache, steps=2)
     same(ordered, plain)
+
+
+@pytest.mark.slow
+def test_the_law_holds_over_processes(folder, tokenizer, cache):
+    join = ol.Join(str(folder / "keys-*.parquet"), {"image": "picture"}, by="id", key="key")
+    job = job_of(tokenizer, folder / "captions-*.parquet", join, shuffle_bytes=4096)
+    mesh = ol.ClientPlaceTree(dp=2)
+    reference = stream_digests(job, mesh=mesh, steps=5, cache=cache)
+    for options in ({"loaders_per_source": 2}, {"loader_hosts": 2}):
+        assert stream_digests(job, mesh=mesh, steps=5, cache=cache, runtime="local", threads=4, **options) == reference
 
 
 def test_another_joined_dataset_is_another_stream(folder, tokenizer, cache, tmp_path):

@@ -81,9 +81,16 @@ def test_the_law_holds(folder, cache):
     mesh = ol.ClientPlaceTree(dp=2)
     reference = stream_digests(job, mesh=mesh, steps=6, cache=cache)
     assert reference != stream_digests(job_of(folder, order_by="-score", samples=24), mesh=mesh, steps=6, cache=cache)
-    for options in ({"loaders_per_source": 3}, {"runtime": "local", "threads": 4, "loaders_per_source": 2}):
-        assert stream_digests(job, mesh=mesh, steps=6, cache=cache, **options) == reference
+    assert stream_digests(job, mesh=mesh, steps=6, cache=cache, loaders_per_source=3) == reference
     assert_resumes_anywhere(job.replace(batch=ol.Batch(64, global_samples=150)), steps=4, mesh=mesh, cache=cache)
+
+
+@pytest.mark.slow
+def test_the_law_holds_over_processes(folder, cache):
+    job, mesh = job_of(folder, samples=24), ol.ClientPlaceTree(dp=2)
+    reference = stream_digests(job, mesh=mesh, steps=6, cache=cache)
+    for options in ({"loaders_per_source": 2}, {"loader_hosts": 2}):
+        assert stream_digests(job, mesh=mesh, steps=6, cache=cache, runtime="local", threads=4, **options) == reference
 
 
 def test_a_state_of_another_order_is_refused(folder, cache):

@@ -47,7 +47,7 @@ from overlord.readers.mds import MdsReader
 from overlord.readers.megatron_files import MegatronReader
 from overlord.readers.parquet import ParquetReader
 from overlord.readers.reader import BlockIndex, Reader, Rows, missing_column, reason_of, unreadable
-from overlord.readers.spill import HeldRows, SpilledBlocks, SpilledFiles, SpillPlace, spill_rows
+from overlord.readers.spill import HeldRows, SpilledBlock, SpilledBlocks, SpilledFiles, SpillPlace, spill_rows
 from overlord.readers.tar_shards import TarReader
 from overlord.storage import StorageOptions
 
@@ -318,26 +318,31 @@ class SourceFiles:
         parts: list[RowBatch] = []
         for file in np.unique(files).tolist():
             rows = wanted[files == file] & ((1 << FILE_SHIFT) - 1)
-            # Rows that follow each other are read together.
-            runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
-            parts += [part for run in runs for part in self._run_of_rows(file, int(run[0]), int(run[-1]) + 1)]
+            if self._reader.seeks(self.files[file]):
+                # Rows that follow each other are read together.
+                runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+                parts += [part for run in runs for part in self._run_of_rows(file, int(run[0]), int(run[-1]) + 1)]
+            else:
+                parts.append(self._spilled_file(file).take(rows))
         found = take_rows(concat_rows(parts), places)
         return found if self.join is None else self.join.attach(found, numbers)
 
     def _run_of_rows(self, file_number: int, start: int, stop: int) -> Iterator[RowBatch]:
-        file, index = self.files[file_number], self._index(file_number)
-        if not self._reader.seeks(file):
-            place = SpillPlace(self._cache.scratch, file.path, int(index.bytes.sum()))
-            size = spill_rows(int(index.bytes.sum()) / max(1, int(index.rows.sum())))
-            spilled = self._spilled_files.rows(file_number, lambda: self._all_own_rows(file_number, size), place)
-            yield from spilled.rows(start, stop, stop - start)
-            return
+        index = self._index(file_number)
         while start < stop:
             block = int(np.searchsorted(index.first_row, start, side="right")) - 1
             first = int(index.first_row[block])
             end = min(stop, first + int(index.rows[block]))
             yield from self._stream_own(file_number, block, start - first, end - first, end - start)
             start = end
+
+    def _spilled_file(self, file_number: int) -> SpilledBlock:
+        index = self._index(file_number)
+        size, rows = int(index.bytes.sum()), max(1, int(index.rows.sum()))
+        place = SpillPlace(self._cache.scratch, self.files[file_number].path, size)
+        return self._spilled_files.rows(
+            file_number, lambda: self._all_own_rows(file_number, spill_rows(size / rows)), place
+        )
 
     def all_rows(self, file_number: int, batch_rows: int) -> Rows:
         """Yield all rows of a file, block by block."""

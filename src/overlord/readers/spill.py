@@ -36,7 +36,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from overlord.core.order import MAX_STREAMS, SPAN_BYTES
-from overlord.core.ragged import Array, Ragged, RowBatch, num_bytes, num_rows, slice_rows, take_rows
+from overlord.core.ragged import Array, Ragged, RowBatch, concat_rows, num_bytes, num_rows, slice_rows, take_rows
 from overlord.errors import ReaderError
 from overlord.readers.reader import Rows, reason_of
 
@@ -158,9 +158,14 @@ class SpilledBlock:
             self._release_pages()
 
     def take(self, rows: Rows64) -> RowBatch:
-        """Return copies of the given rows, in that order, of a block that was written in one batch."""
+        """Return copies of the given rows, in that order; of a block of several batches they come in rising order."""
         try:
-            return take_rows(self._batch(0), rows)
+            if len(self._batches) == 1:
+                return take_rows(self._batch(0), rows)
+            batch_of = np.searchsorted(self._first_rows, rows, side="right") - 1
+            used, starts = np.unique(batch_of, return_index=True)
+            parts = zip(used.tolist(), np.split(rows, starts[1:]), strict=True)
+            return concat_rows([take_rows(self._batch(n), part - self._first_rows[n]) for n, part in parts])
         finally:
             self._release_pages()
 

@@ -710,7 +710,8 @@ class SourceLoader:
             [hash64(derive(self._seed, "augment", self.name, one.cursor.epoch), one.numbers) for one in stretches]
         )
         try:
-            measured = self._transform.measure(rows, lengths, seeds)
+            with self.reading():  # images that are given by their paths are read here
+                measured = self._transform.measure(rows, lengths, seeds)
         except ToleranceError as error:
             raise ToleranceError(f"source {self.name!r}: {error}") from None
         for row, reason in measured.killed:
