@@ -21,6 +21,7 @@ COMMANDS = {
     "status": "Show what a running service is doing: mixture, buffers, bad samples, clients, and the hosts of a "
     "cluster.",
     "top": "Watch a running service: what it waits for, steps/s, sources, hosts, reports and faults, until Ctrl-C.",
+    "trace": "Record which roles of a running service waited for which, by step, as a trace for Perfetto.",
     "schema": "Print the JSON Schema of job files, for editors.",
     "version": "Print the version.",
 }
