@@ -187,58 +187,6 @@ def test_only_the_first_tensor_parallel_rank_takes_batches(job, cache, tmp_path)
     assert run_ranks(provide, 2, tmp_path, job, cache) == [((1, SEQUENCE), None), None]
 
 
-def provide(rank, job, cache):
-    """Return the shape of the first batch on a tensor-parallel rank that takes any."""
-    setup(tensor_model_parallel_size=2)
-    args = megatron_args(2, None, tp=2)
-    data, _, _ = dataset_provider(job, lambda: args, cache=cache)(None)
-    return None if data is None else (tuple(next(data)["tokens"].shape), data.loader.close())
-
-
-@pytest.mark.slow
-def test_only_the_first_tensor_parallel_rank_takes_batches(job, cache, tmp_path):
-    assert run_ranks(provide, 2, tmp_path, job, cache) == [((1, SEQUENCE), None), None]
-
-
-def provide(rank, job, cache):
-    """Return the shape of the first batch on a tensor-parallel rank that takes any."""
-    setup(tensor_model_parallel_size=2)
-    args = megatron_args(2, None, tp=2)
-    data, _, _ = dataset_provider(job, lambda: args, cache=cache)(None)
-    return None if data is None else (tuple(next(data)["tokens"].shape), data.loader.close())
-
-
-@pytest.mark.slow
-def test_only_the_first_tensor_parallel_rank_takes_batches(job, cache, tmp_path):
-    assert run_ranks(provide, 2, tmp_path, job, cache) == [((1, SEQUENCE), None), None]
-
-
-def provide(rank, job, cache):
-    """Return the shape of the first batch on a tensor-parallel rank that takes any."""
-    setup(tensor_model_parallel_size=2)
-    args = megatron_args(2, None, tp=2)
-    data, _, _ = dataset_provider(job, lambda: args, cache=cache)(None)
-    return None if data is None else (tuple(next(data)["tokens"].shape), data.loader.close())
-
-
-@pytest.mark.slow
-def test_only_the_first_tensor_parallel_rank_takes_batches(job, cache, tmp_path):
-    assert run_ranks(provide, 2, tmp_path, job, cache) == [((1, SEQUENCE), None), None]
-
-
-def provide(rank, job, cache):
-    """Return the shape of the first batch on a tensor-parallel rank that takes any."""
-    setup(tensor_model_parallel_size=2)
-    args = megatron_args(2, None, tp=2)
-    data, _, _ = dataset_provider(job, lambda: args, cache=cache)(None)
-    return None if data is None else (tuple(next(data)["tokens"].shape), data.loader.close())
-
-
-@pytest.mark.slow
-def test_only_the_first_tensor_parallel_rank_takes_batches(job, cache, tmp_path):
-    assert run_ranks(provide, 2, tmp_path, job, cache) == [((1, SEQUENCE), None), None]
-
-
 class Counted(nn.Module):
     """A model whose output is the loss of each token, without attention: ranks need not exchange keys."""
 

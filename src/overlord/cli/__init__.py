@@ -22,6 +22,7 @@ COMMANDS = {
     "cluster.",
     "top": "Watch a running service: what it waits for, steps/s, sources, hosts, reports and faults, until Ctrl-C.",
     "dashboard": "Serve a live page of a running service: waits, sources, balance, hosts, samples.",
+    "trace": "Record which roles of a running service waited for which, by step, as a trace for Perfetto.",
     "schema": "Print the JSON Schema of job files, for editors.",
     "version": "Print the version.",
 }

@@ -1,5 +1,5 @@
-"""The commands: `demo`, `explain`, `profile`, `run`, `serve`, `status`, `top`, `dashboard`, `sources`, `steps`,
-`import`, `schema`, `version`.
+"""The commands: `demo`, `explain`, `profile`, `run`, `serve`, `status`, `top`, `dashboard`, `trace`, `sources`,
+`steps`, `import`, `schema`, `version`.
 
 Exit codes: 0 done; 1 the run failed, had more bad samples than a tolerance allows, or lint found errors; 2 what was
 asked for cannot be done; 130 Ctrl-C.
@@ -375,6 +375,36 @@ def top(
     from overlord.cli.top import watch
 
     watch(address, Screen(as_json=as_json), interval_s=interval, once=once or as_json)
+
+
+@app.command()
+def trace(
+    address: Annotated[
+        str, typer.Argument(metavar="ADDRESS", help="What `overlord serve` shows, or its address file.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The trace; open it at ui.perfetto.dev.")] = Path(
+        "overlord.pftrace"
+    ),
+    seconds: Annotated[float, typer.Option("--seconds", min=0.1, help="How long to record.")] = 10.0,
+    interval: Annotated[float, typer.Option("--interval", min=0.01, help="Seconds between two looks.")] = 0.1,
+    as_json: AsJson = False,
+) -> None:
+    """Record which roles of a running service waited for which, by step, as a trace for Perfetto."""
+    from overlord.cli.top import record
+    from overlord.reports.perfetto import trace_of
+
+    screen = Screen(as_json=as_json)
+    check_writable("--out", out)
+    with screen.progress() as tell:
+        found, told = trace_of(record(address, seconds, interval, tell))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_bytes(found.to_bytes())
+    waits = sorted(told["waited_s"].items(), key=lambda pair: -pair[1])
+    listed = ", ".join(f"{name} {waited:.2f} s" for name, waited in waits[:4])
+    screen.show(
+        f"{number(told['steps'], 'step')} in {told['seconds']:.1f} s; waited for: {listed}", labelled("trace  ", out)
+    )
+    screen.give(told | {"trace": str(out)})
 
 
 @sources_app.command("list")

@@ -1,4 +1,4 @@
-"""`overlord top`: a running service in the terminal: what holds it up, rates, sources, hosts, reports, faults."""
+"""A running service over time: in the terminal (`overlord top`), and recorded for a trace (`overlord trace`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.text import Text
 
-from overlord.cli.output import Screen
+from overlord.cli.output import Screen, Tell
 from overlord.cli.serving import find_status, where_it_is
 from overlord.errors import OverlordError, ServiceLost
 from overlord.reports.live import Mood, Rates, rates_of, sentence_of
@@ -130,6 +130,28 @@ def watch(
                 rates, before, began = rates_of(before, after, now - began), after, now
         except KeyboardInterrupt:
             return  # the way to end it
+
+
+def record(
+    address: str, seconds: float, interval_s: float, tell: Tell, sleep: Callable[[float], None] = time.sleep
+) -> list[tuple[int, dict[str, Any]]]:
+    """Look at a service many times; return (nanoseconds since 1970, status) of every look. Ctrl-C ends it early.
+
+    Raises:
+        SpecError: No service answers at the address.
+        ServiceLost: It does not answer any more.
+    """
+    looks = [(time.time_ns(), find_status(address))]
+    began = time.monotonic()
+    try:
+        while (passed := time.monotonic() - began) < seconds:
+            tell("recording, in seconds", int(passed), max(int(seconds), 1))
+            sleep(interval_s)
+            looks.append((time.time_ns(), _again(address)))
+    except KeyboardInterrupt:
+        pass  # what was seen so far is a trace too
+    tell("recording, in seconds", max(int(seconds), 1), max(int(seconds), 1))
+    return looks
 
 
 def _again(address: str) -> dict[str, Any]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import is_whole, name_choices
 from overlord.errors import ClosedError, PlanError, ServiceLost, SpecError, StateError
+from overlord.integrations.metric_writers import StepLog
 from overlord.integrations.torch_batches import (
     Ahead,
     Copies,
@@ -157,14 +159,59 @@ class DataLoader:
         self._relay: Relay | None = None
         self._handed_out: deque[StepProgress] = deque(maxlen=MOST_AHEAD)
         self._done: int | None = None
+        self._log: StepLog | None = None
+        self._waited_s = 0.0
         if isinstance(given_state, Mapping):
             self.load_state_dict(given_state)
 
     def __iter__(self) -> Iterator[TorchStep]:
         refuse_torch_workers("DataLoader")
-        while (step := self._next_step()) is not None:
+        while True:
+            with self._waiting("overlord.step"):
+                step = self._next_step()
+            if step is None:
+                return
             self._handed_out.append(step.progress)
+            step.take = self._timed(step.take)
             yield step
+            if self._log is not None:
+                self._log.write(step, self._waited_s)
+            self._waited_s = 0.0
+
+    @contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        """Count the time as waiting for data, and name it in torch's profiler."""
+        began = time.perf_counter()
+        with torch.profiler.record_function(what):
+            yield
+        self._waited_s += time.perf_counter() - began
+
+    def _timed(self, take: Callable[[int], TorchBatch]) -> Callable[[int], TorchBatch]:
+        def timed(index: int) -> TorchBatch:
+            with self._waiting("overlord.microbatch"):
+                return take(index)
+
+        return timed
+
+    def log_to(self, writer: Any, *, every: int = 1, prefix: str = "data/") -> DataLoader:
+        """Write figures of the data after every step: how long it was waited for, its size, the mixture as it changes.
+
+        Call it on one rank. The waits are those of this rank; `service.history()` and `overlord top` have all.
+
+        Args:
+            writer: A W&B run (or the module), a TensorBoard SummaryWriter, anything with `log(figures, step)`, or such
+                a function.
+            every: Steps between two writes.
+            prefix: In front of every name, such as "data/wait_s".
+
+        Returns:
+            This loader.
+
+        Raises:
+            SpecError: Nothing can be written with the writer.
+        """
+        self._log = StepLog(writer, every, prefix)
+        return self
 
     @property
     def mesh(self) -> ClientPlaceTree:
