@@ -59,7 +59,7 @@ class LoadingPlan:
     modality: str = "tokens"
     """What a length counts: "tokens", or the media tokens of "images" (and clips), "videos" or "audio"."""
     broadcast: tuple[str, ...] = ()
-    """Axes along which the trainer broadcasts: there only coordinate 0 fetches."""
+    """Axes along which the trainer broadcasts: there only coordinate 0 fetches, for all buckets of its group."""
     cp_sizes: Int32s | None = None
     """Hybrid data parallelism: over how many ranks each piece is spread (uniform inside a microbatch)."""
     first_ranks: Int32s | None = None
@@ -483,8 +483,8 @@ class Share:
         samples, tokens, loss, media = np.zeros((4, len(plan.draw)), np.bool_)
         stages: dict[int, set[int]] = {}
         for rank in ranks:
-            if tree.fetches(rank, plan.broadcast):
-                stages.setdefault(tree.bucket_of(plan.axis, rank), set()).add(tree.coords(rank).pp)
+            for bucket in tree.fetched_buckets(plan.axis, rank, plan.broadcast):
+                stages.setdefault(bucket, set()).add(tree.coords(rank).pp)
         pieces = [_NO_PIECES]
         for bucket, here in sorted(stages.items()):
             pieces.append(plan.bucket_pieces(bucket))
@@ -704,7 +704,8 @@ class PlanSlice:
     def for_ranks(cls, plan: LoadingPlan, ranks: Collection[int]) -> PlanSlice:
         """Return what a constructor host needs: the pieces of its ranks' buckets, the media that they encode."""
         tree, mine = plan.mesh, sorted(ranks)
-        buckets = sorted({tree.bucket_of(plan.axis, rank) for rank in mine})
+        fetched = (tree.fetched_buckets(plan.axis, rank, plan.broadcast) for rank in mine)
+        buckets = sorted(set(itertools.chain(*fetched)))
         pieces = np.concatenate([_NO_PIECES, *(plan.bucket_pieces(bucket) for bucket in buckets)])
         samples = [plan.pieces.sample[pieces]]
         encoded: dict[str, Int64s] = {}
