@@ -74,7 +74,9 @@ def test_a_host_without_the_first_rank_fetches_nothing(ids_job, tmp_path, cache)
             first, *others = [next(client) for client in clients]
             assert list(first.fetched) == [0, 1, 2, 3]
             batches = [batch for batches in first.fetched.values() for batch in batches]
-            assert len({one for batch in batches for one in batch.meta.sample_ids if one.source}) == first.global_samples
+            assert (
+                len({one for batch in batches for one in batch.meta.sample_ids if one.source}) == first.global_samples
+            )
             assert all(not step.fetched and step.group == first.group for step in others)
         for client in clients:
             client.close()
