@@ -65,7 +65,6 @@ SCENARIOS = {
     "hybrid": Scenario({"cp": 2, "tp": 2}, strategy="hdp"),
     "buckets": Scenario({"dp": 2, "tp": 2}, ("DP",), job="mixed", device_mesh=True),
     "everything": Scenario({"dp": 2, "tp": 2}, ("DP", "TP"), job="mixed", strategy="vlm_hybrid", order=at_random),
-    "parts": Scenario({"dp": 2, "cp": 2}, ("DP",)),
     "counts": Scenario({"dp": 2, "cp": 2}, ("DP", "CP"), strategy="hdp", order=from_the_end),
 }
 

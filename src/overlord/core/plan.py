@@ -792,7 +792,7 @@ class PlanSlice:
         """Return what a constructor host needs: the pieces of its ranks' buckets, the media that they encode."""
         tree, mine = plan.mesh, sorted(ranks)
         fetched = (tree.fetched_buckets(plan.axis, rank, plan.broadcast) for rank in mine)
-        buckets = sorted(set(itertools.chain(*fetched)))
+        buckets = sorted({*itertools.chain(*fetched), *(tree.bucket_of(plan.axis, rank) for rank in mine)})
         pieces = np.concatenate([_NO_PIECES, *(plan.bucket_pieces(bucket) for bucket in buckets)])
         samples = [plan.pieces.sample[pieces]]
         encoded: dict[str, Int64s] = {}
