@@ -337,6 +337,8 @@ class Reshard(Request[Resharded], frozen=True):
     mesh: Json
     step: int | None
     id: str
+    hosts: int | None = None
+    """Constructor hosts for it, on a cluster; None leaves them as they are. The supervisor sees to them."""
 
 
 class AddSource(Request[ChangedAt], frozen=True):

@@ -398,6 +398,8 @@ class Heartbeat(Message, frozen=True):
     """Whether all ranks go back to an earlier step: the service is started again."""
     served: int = -1
     """The newest step that a client of it has come to."""
+    clients: int = 0
+    """Clients that are attached to it."""
 
 
 class AddedSource(Message, frozen=True):
@@ -504,6 +506,7 @@ class MembershipHead(Message, frozen=True):
     primary: tuple[tuple[int, ...], ...]
     shadow: tuple[int, ...]
     failed: str | None
+    hosts: dict[int, int] = msgspec.field(default_factory=dict[int, int])
 
 
 # --------------------------------------------------------------------------------------------------------------
