@@ -444,6 +444,8 @@ class FirstStep(Message, frozen=True):
     """Planner host, then to constructor hosts: the first step of the stream."""
 
     step: int
+    hosts: dict[int, int] = msgspec.field(default_factory=dict[int, int])
+    """Constructor hosts that meshes were given while the stream ran, by their number of ranks."""
 
 
 class Resize(Message, frozen=True):

@@ -109,7 +109,7 @@ class PlannerHost(RoleHost):
         self._put_bytes = self._plans_put = self._numbers = 0
         self._led = -1
         self._putting = threading.Lock()
-        return FirstStep(planner.first_step)
+        return FirstStep(planner.first_step, planner.inputs.hosts())
 
     def _go_back(self) -> None:
         self.rewound = True

@@ -223,6 +223,7 @@ class Supervisor:
         for one in awake:
             one.pid = self._call(one, "alive", Nothing()).pid
             self.table.watch_from_now(one)
+        self.trainers.resume(first.hosts)
 
     def watch(self) -> None:
         """Look after the roles from now on, in a thread."""
@@ -360,7 +361,7 @@ class Supervisor:
             self._engine.kill(one.peer, one.site, one.pid)
             one.restarts.failed(why, self._clock() - one.started_at)
             one.restarts.count += 1
-            leaves = self.trainers.leaves(one)
+            leaves = self.trainers.leaves(one, self._served)
             self.table.went_down(one, asleep=leaves)
             logger.warning("the %s %s; it is %s", one.site.name, why, "not needed any more" if leaves else "replaced")
             if leaves:

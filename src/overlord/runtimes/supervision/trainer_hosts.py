@@ -2,7 +2,7 @@
 
     a mesh with more hosts      constructor hosts are started on further hosts of trainers, then the mesh is changed
     a mesh with fewer hosts     the last ones leave: each is ended when the stream has come to the mesh and no client is
-                                attached to it any more; one that is lost before that is not replaced
+                                attached to it any more; one that is lost then is not replaced
 
 Which ranks a host expects follows from the hosts of the mesh (`RoleTable.hosts`), and is published to all roles. A host
 serves any rank that attaches to it, so roles that hear of a change at different times need nothing else.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 
 from overlord.core.client_messages import Reshard, Resharded
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.errors import SpecError
+from overlord.errors import OverlordError, SpecError
 from overlord.runtimes.hosts.peers import PLANNER
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.supervision.child import Limits, Restarts
@@ -76,7 +76,7 @@ class TrainerHosts:
             try:
                 self._provide(hosts, came)
                 self._publish(before | {ranks: hosts})
-                done: Resharded = self._table.peers.insist(PLANNER, "ask", _without_hosts(request))
+                done: Resharded = self._table.peers.insist(PLANNER, "ask", request)
             except BaseException:
                 for one in came:
                     self._end(one)
@@ -86,15 +86,25 @@ class TrainerHosts:
             self._leaving = {one.site.name: done.step for one in running if one.site.number >= hosts}
             return done
 
-    def leaves(self, one: RoleInstance) -> bool:
-        """Whether a host is not replaced when it is lost."""
-        return one.site.name in self._leaving
+    def resume(self, hosts: Mapping[int, int]) -> None:
+        """Start the hosts that meshes were given, in a service that recovers; ranks of one that fails have no data."""
+        if not hosts or not self._cluster:
+            return
+        try:
+            self._provide(max(hosts.values()), [])
+        except OverlordError as error:
+            logger.warning("not all hosts of the mesh are there again: %s", error)
+        self._publish(hosts)
+
+    def leaves(self, one: RoleInstance, served: int) -> bool:
+        """Whether a host is not replaced when it is lost: a client has come to the mesh that does not have it."""
+        first_step = self._leaving.get(one.site.name)
+        return first_step is not None and served >= first_step
 
     def end_left(self, served: int) -> None:
         """End the hosts that have left, when a client has come to the new mesh and none is attached to them."""
         for one in self._table.running("constructor"):
-            first_step = self._leaving.get(one.site.name)
-            if first_step is not None and served >= first_step and not one.clients:
+            if self.leaves(one, served) and not one.clients:
                 self._end(one)
                 logger.info("the %s has no ranks any more, and was ended", one.site.name)
 
@@ -138,7 +148,3 @@ class TrainerHosts:
         if peer is not None:
             self._engine.kill(peer, one.site, pid)
         self.forget(one)
-
-
-def _without_hosts(request: Reshard) -> Reshard:
-    return Reshard(request.mesh, request.step, request.id)
