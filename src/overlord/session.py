@@ -143,7 +143,7 @@ class Service:
         at = _step_or_none("skip_steps", at_step)
         return self._runtime.ask(msg.SkipSteps(int(count), at, _new_id())).step
 
-    def reshard(self, tree: ClientPlaceTree, at_step: int | None = None) -> int:
+    def reshard(self, tree: ClientPlaceTree, at_step: int | None = None, hosts: int | None = None) -> int:
         """Go on with another mesh from a step on; return that step. No sample is lost or repeated.
 
         Ranks that both meshes have go on by themselves, at their new place (`step.mesh`); the clients of the others end
@@ -153,10 +153,12 @@ class Service:
         Args:
             tree: The new mesh.
             at_step: A step that is not planned yet; by default the next such step.
+            hosts: On a cluster: how many hosts of trainers the new mesh has. Further ones are served from then on, and
+                those it does not have are given back; by default the hosts stay.
 
         Raises:
-            SpecError: for a mesh that the job or the strategy does not fit, or a step that is planned already; nothing
-                has changed.
+            SpecError: for a mesh that the job or the strategy does not fit, hosts that are not there, or a step that is
+                planned already; nothing has changed.
         """
         if not isinstance(tree, ClientPlaceTree):
             raise SpecError(
@@ -164,7 +166,11 @@ class Service:
                 "ol.ClientPlaceTree(dp=8, tp=2)."
             )
         at = _step_or_none("reshard", at_step)
-        done = self._runtime.ask(msg.Reshard(tree.sizes(), at, _new_id()))
+        if hosts is not None and not is_whole(hosts, 1):
+            raise SpecError(
+                f"reshard: hosts is {hosts!r:.80}; ranks would have no host. Give 1 or more, or leave it out."
+            )
+        done = self._runtime.ask(msg.Reshard(tree.sizes(), at, _new_id(), None if hosts is None else int(hosts)))
         self.mesh = ClientPlaceTree.from_sizes(done.newest)
         return done.step
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import overlord as ol
 from overlord.integrations.torch_batches import HostCopies, pack
-from overlord.integrations.torch_broadcast import Channel, Relay
+from overlord.integrations.torch_broadcast import Channel, Relay, Sharing
 from overlord.integrations.torch_loader import DataLoader
 from overlord.roles.client import Batch, RankView
 
@@ -46,6 +46,11 @@ def at_random(rank: int, count: int) -> list[int]:
     return [*np.random.default_rng(rank).integers(0, count, 1 + count // 2).tolist(), -1]
 
 
+def from_the_end(rank: int, count: int) -> list[int]:
+    """All microbatches, the last one first."""
+    return list(range(count))[::-1]
+
+
 def some_not(rank: int) -> list[int]:
     """Only the first, and not on every rank; rank 0 fetches."""
     return [] if rank % 2 else [0]
@@ -58,11 +63,19 @@ SCENARIOS = {
     "stages": Scenario({"pp": 2, "tp": 2}, layout="torchtitan", device_mesh=True),
     "images": Scenario({"dp": 2, "tp": 2}, job="mixed", strategy="vlm_hybrid"),
     "hybrid": Scenario({"cp": 2, "tp": 2}, strategy="hdp"),
+    "buckets": Scenario({"dp": 2, "tp": 2}, ("DP",), job="mixed", device_mesh=True),
+    "everything": Scenario({"dp": 2, "tp": 2}, ("DP", "TP"), job="mixed", strategy="vlm_hybrid", order=at_random),
+    "counts": Scenario({"dp": 2, "cp": 2}, ("DP", "CP"), strategy="hdp", order=from_the_end),
 }
 
 
-def strategy_of(scenario: Scenario) -> Any:
-    return getattr(ol.strategies, scenario.strategy)(broadcast=scenario.broadcast)
+def split_axes(scenario: Scenario) -> set[str]:
+    """The axes along which ranks consume different samples."""
+    return {"DP", "CP"} if scenario.strategy == "hdp" else {"DP"}
+
+
+def strategy_of(scenario: Scenario, broadcast: tuple[str, ...] | None = None) -> Any:
+    return getattr(ol.strategies, scenario.strategy)(broadcast=scenario.broadcast if broadcast is None else broadcast)
 
 
 def facts_of(batch: Any) -> dict[str, Any]:
@@ -78,15 +91,19 @@ def facts_of(batch: Any) -> dict[str, Any]:
 
 
 def expected_of(scenario: Scenario, job: ol.Job, cache: str) -> list[list[list[dict[str, Any]]]]:
-    """What every rank should get: the batches of the rank at the beginning of the axes that are broadcast."""
+    """What every rank should get: the batches of the rank at the beginning of the axes that are broadcast.
+
+    Along axes where ranks consume different samples it is what they get without that broadcast.
+    """
     tree = ol.ClientPlaceTree(**scenario.mesh)
-    options = {"mesh": tree, "strategy": strategy_of(scenario), "layout": scenario.layout, "cache": cache}
+    broadcast = tuple(axis for axis in scenario.broadcast if axis not in split_axes(scenario))
+    options = {"mesh": tree, "strategy": strategy_of(scenario, broadcast), "layout": scenario.layout, "cache": cache}
     fetched: dict[int, list[list[dict[str, Any]]]] = {}
     found = []
     with ol.launch(job, runtime="inline", **options) as service:
         for rank in range(WORLD):
             at = tree.coords(rank)
-            zero = {axis.lower(): 0 for axis in scenario.broadcast}
+            zero = {axis.lower(): 0 for axis in broadcast}
             first = tree.rank(**{axis: getattr(at, axis) for axis in ("pp", "dp", "cp", "tp")} | zero)
             if first not in fetched:
                 steps = zip(range(STEPS), service.client(first), strict=False)
@@ -158,7 +175,10 @@ def fail_in_turn(rank: int) -> dict[str, Any]:
             raise ol.ToleranceError("source 'a' has more bad samples than it may have")
         return pack(a_batch(number))
 
-    relay = Relay(channel, copies, (7, 4, ("a",), None), fetch if rank == 2 else None)
+    def of(count: int) -> Sharing:
+        return Sharing({0: count}, 0)
+
+    relay = Relay(channel, copies, (7, of(4), ("a",), None), fetch if rank == 2 else None)
     seen = [relay.take(number)["number"] for number in (1, 0)]
     words = []
     for _ in range(2):
@@ -166,12 +186,12 @@ def fail_in_turn(rank: int) -> dict[str, Any]:
             relay.take(3)
         words.append(str(caught.value))
     relay.finish()
-    relay = Relay(channel, copies, (8, 2, ("a",), None), fetch if rank == 2 else None)
+    relay = Relay(channel, copies, (8, of(2), ("a",), None), fetch if rank == 2 else None)
     seen.append(relay.take(1)["number"])
     relay.finish()
     long = channel.broadcast_message(b"x" * 100_000 + b"y" if rank == 2 else None)
     # A rank that is a step behind is told, and does not train on what was meant for another.
-    relay = Relay(channel, copies, (9 + (rank == 3), 1, ("a",), None), fetch if rank == 2 else None)
+    relay = Relay(channel, copies, (9 + (rank == 3), of(1), ("a",), None), fetch if rank == 2 else None)
     try:
         seen.append(relay.take(0)["number"])
     except ol.PlanError as error:
@@ -276,10 +296,11 @@ def test_every_rank_gets_what_the_fetching_rank_has(name, found, jobs, cache):
                 assert facts == step[at], (rank, at)
                 looked += 1
         assert mine["state"] == found[0][name]["state"]
-        assert ("group" in mine) == bool(scenario.broadcast)
-        if scenario.broadcast:
+        shared = set(scenario.broadcast) - split_axes(scenario)
+        assert ("group" in mine) == bool(shared)
+        if shared:
             at = tree.coords(rank)
-            alike = {axis for axis in ("pp", "dp", "cp", "tp") if axis.upper() not in scenario.broadcast}
+            alike = {axis for axis in ("pp", "dp", "cp", "tp") if axis.upper() not in shared}
             same = [r for r in range(WORLD) if all(getattr(tree.coords(r), a) == getattr(at, a) for a in alike)]
             assert mine["group"] == same
             assert mine["own"] == scenario.device_mesh
@@ -287,7 +308,7 @@ def test_every_rank_gets_what_the_fetching_rank_has(name, found, jobs, cache):
         for splits in mine["encoders"]:
             # What it encodes is each rank's own, also where its tokens come by broadcast: these ranks get no rows.
             assert (splits is not None) == (scenario.strategy == "vlm_hybrid")
-            assert splits is None or tree.fetches(rank, scenario.broadcast) or not any(splits)
+            assert splits is None or tree.fetches(rank, shared) or not any(splits)
     assert looked >= WORLD * STEPS
 
 

@@ -15,7 +15,7 @@ import torch.multiprocessing as processes
 
 import overlord as ol
 from overlord.integrations.torch_batches import DeviceCopies
-from overlord.integrations.torch_broadcast import Channel, Relay
+from overlord.integrations.torch_broadcast import Channel, Relay, Sharing
 from overlord.integrations.torch_loader import DataLoader, exchange_images
 from overlord.roles.client import Batch, RankView
 
@@ -108,7 +108,7 @@ def test_by_nccl_buffers_go_by_the_device(mixed_job, cache):
     def fetch(number: int) -> Any:
         return copies.send(Batch(RankView(arrays, {"number": number}), ("a",)))
 
-    relay = Relay(channel, copies, (0, 3, ("a",), None), fetch)
+    relay = Relay(channel, copies, (0, Sharing({0: 3}, 0), ("a",), None), fetch)
     assert relay.take(1)["number"] == 1 and relay.take(0)["input_ids"].tolist() == list(range(9))
     relay.finish()
     with DataLoader(mixed_job, strategy=ol.strategies.vlm_hybrid(), cache=cache) as loader:  # the group says: CUDA

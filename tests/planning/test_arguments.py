@@ -266,13 +266,13 @@ def test_media_refuse_what_only_tokens_have(kind):
 
 def test_broadcasts_of_tokens():
     tree = ol.ClientPlaceTree(dp=2, cp=2, tp=2)
-    for axis, legal in (("DP", ("TP", "CP")), ("CP", ("TP",))):
+    for axis, fetched in (("DP", "fetched by 0, 1, 2, 3"), ("CP", "fetched by 0, 1")):
         graph = ol.DGraph.from_buffer(buffer_of(), tree).distribute(axis).cost(ol.costs.tokens).balance()
-        digests = {graph.broadcast_at(name).plan().digest for name in legal} | {graph.plan().digest}
-        assert len(digests) == len(legal) + 1
-        for name in {"TP", "CP", "DP"} - set(legal):
-            with pytest.raises(ol.SpecError, match=f"distributed over {axis}.*ranks along {name} need different"):
-                graph.broadcast_at(name)
+        plans = [graph.broadcast_at(name).plan() for name in ("TP", "CP", "DP")]
+        assert len({plan.digest for plan in (*plans, graph.plan())}) == 4
+        named = graph.buffer.draw.sample_id(int(np.flatnonzero(graph.places // graph.num_microbatches >= 2)[0]))
+        assert ("fetched by" in str(graph.trace(str(named)))) is False
+        assert fetched in str(graph.broadcast_at("DP").trace(str(named)))
 
 
 # -- plans of several encoders ------------------------------------------------------------------------

@@ -103,8 +103,6 @@ def test_every_primitive_returns_a_new_graph():
         (lambda g: g.distribute("DP").cost(ol.costs.tokens).balance("magic"), "magic"),
         (lambda g: g.distribute("DP").cost(ol.costs.tokens).balance(objective="speed"), "speed"),
         (lambda g: g.distribute("DP").cost(ol.costs.tokens).balance(level="deep"), "deep"),
-        (lambda g: g.distribute("DP").broadcast_at("DP"), "need different ones"),
-        (lambda g: g.broadcast_at("DP").distribute("DP").cost(ol.costs.tokens).balance().plan(), "need different ones"),
         (lambda g: g.broadcast_at("EP"), "Use 'TP', 'CP' or 'DP'"),
         (lambda g: g.distribute("DP").cost(ol.costs.tokens).split(), "context parallelism"),
         (lambda g: g.where([True]), "for each of the 3 items"),
@@ -227,14 +225,14 @@ def test_a_wrong_plan_is_found():
     ):
         with pytest.raises(ol.PlanError, match=message):
             check_plan(wrong, buffer, tree)
-    wider = dataclasses.replace(plan, broadcast=("DP",))
+    wider = dataclasses.replace(plan, broadcast=("EP",))
     for wrong, message in (
         (dataclasses.replace(plan, bin_offsets=np.zeros_like(plan.bin_offsets)), "bin_offsets do not cut"),
         (dataclasses.replace(plan, bin_offsets=plan.bin_offsets[:-1]), "bin_offsets are not"),
         (dataclasses.replace(plan, counts=np.zeros(2, np.int32)), "leave out microbatches"),
         (dataclasses.replace(plan, counts=np.ones(3, np.int32)), "one whole number for each bucket"),
         (dataclasses.replace(plan, axis="TP"), "which the mesh"),
-        (wider, "broadcast along 'DP'"),
+        (wider, "broadcast along 'EP'"),
         (dataclasses.replace(plan, num_microbatches=0), "not a number of buckets"),
         (dataclasses.replace(plan, cp_sizes=np.ones(len(plan.pieces), np.int32)), "belong together"),
         (with_pieces(length=lambda column: column.__setitem__(0, -5)), "no length"),

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.conftest import slice_indices
 from tests.planning.test_dgraph import ALL, meshes
 
 import overlord as ol
+from overlord.core.draw import Pieces
 from overlord.core.place_tree import ranks_of_host
 from overlord.core.plan import PlanSlice, Share, known_early, plan_from_bytes, plan_to_bytes
-from overlord.core.ragged import Ragged, offsets_of
+from overlord.core.ragged import Ragged, expand_ranges, offsets_of
 from overlord.planning.checking import run_strategy
 
 HOSTS = 3
@@ -21,23 +23,28 @@ _HIDDEN = ol.costs.Offload(4, act_bytes_per_token=1, bandwidth=1e9, time=ol.cost
 STRATEGIES = ALL | {
     "vlm audio": ol.strategies.vlm_hybrid(audio=ol.costs.tokens),
     "hdp offload": ol.strategies.hdp(offload=_HIDDEN),
+    "whole": ol.strategies.backbone_balance(broadcast=["CP"]),
 }
 
 
 @pytest.mark.parametrize(
-    "name", ["backbone", "long_short", "vlm", "vlm group", "vlm audio", "hdp offload", "hdp equal"]
+    "name", ["backbone", "long_short", "vlm", "vlm group", "vlm audio", "hdp offload", "hdp equal", "whole"]
 )
 @given(
     st.lists(st.integers(1, 3000), min_size=1, max_size=40),
     st.lists(st.integers(1, 900), min_size=1, max_size=12),
     st.lists(st.integers(1, 900), min_size=1, max_size=12),
     meshes,
+    st.sampled_from(["zigzag", "whole_zigzag", "contiguous"]),
+    st.sampled_from([1, 8]),
 )
-def test_a_slice_says_what_the_plan_says(name, lengths, images, sounds, tree):
+def test_a_slice_says_what_the_plan_says(name, lengths, images, sounds, tree, slicing, multiple):
     sources = {"said": {"tokens": np.add(sounds, 5), "audio_tokens": sounds, "sounds": np.ones(len(sounds), int)}}
     sources |= {"web": lengths}
     sources |= {"coyo": {"tokens": np.add(images, 5), "image_tokens": images, "images": np.ones(len(images), int)}}
-    buffer = ol.summary_buffer(sources, context_length=1024)
+    buffer = ol.summary_buffer(sources, context_length=1024, microbatch_tokens=2048)
+    limits = dataclasses.replace(buffer.limits, slicing=slicing, rank_multiple=multiple)
+    buffer = dataclasses.replace(buffer, limits=limits)
     plan = run_strategy(STRATEGIES[name], buffer, tree).with_ends(np.arange(9).reshape(3, 3))
     sources = [plan_from_bytes(plan_to_bytes(plan, PlanSlice.for_sources(plan, [source]))) for source in range(3)]
     for host in range(HOSTS):
@@ -49,6 +56,7 @@ def test_a_slice_says_what_the_plan_says(name, lengths, images, sounds, tree):
             assert np.array_equal(mine, whole)
         share = Share.of(plan, ranks)
         check_share(Share.of(part, ranks), share)
+        check_runs(share, ranks)
         for rank in ranks:
             check_rank(part, plan, rank)
         for source, loader in enumerate(sources):
@@ -58,7 +66,41 @@ def test_a_slice_says_what_the_plan_says(name, lengths, images, sounds, tree):
 def check_share(found, expected):
     for field in dataclasses.fields(Share):
         mine, whole = getattr(found, field.name), getattr(expected, field.name)
+        if isinstance(whole, Pieces):
+            mine, whole = dataclasses.astuple(mine), dataclasses.astuple(whole)
         assert field.name == "plan" or np.array_equal(mine, whole), field.name
+
+
+def check_runs(share, ranks):
+    """A share has the tokens that are in the slices of its ranks, the loss also the one behind each; no other."""
+    plan, tree = share.plan, share.plan.mesh
+    if share.whole:
+        return
+    offsets = offsets_of(plan.draw.meta["tokens"].astype(np.int64))
+    tokens, loss = np.zeros((2, int(offsets[-1])), np.bool_)
+    for rank in ranks:
+        at, bucket = tree.coords(rank), tree.bucket_of(plan.axis, rank)
+        for microbatch in range(plan.num_microbatches if tree.fetches(rank, plan.broadcast) else 0):
+            chosen = plan.bin_range(bucket, microbatch)
+            pieces = plan.pieces.take(chosen)
+            if not len(pieces):
+                continue
+            of, part = (1, 0) if plan.axis == "CP" or "CP" in plan.broadcast else (tree.cp, at.cp)
+            if plan.cp_sizes is not None:
+                of, part = int(plan.cp_sizes[chosen.start]), bucket - int(plan.first_ranks[chosen.start])
+            cu = offsets_of(plan.in_batch[chosen])
+            where = np.arange(cu[-1]) if of == 1 else slice_indices(cu, of, part, plan.slicing)
+            segment = np.searchsorted(cu, where, side="right") - 1
+            for mask, behind in ((tokens, 0), (tokens, 1), (loss, 0), (loss, 1)):
+                inside = where - cu[segment] + behind
+                here = segment[inside < pieces.length[segment]]
+                place = offsets[pieces.sample[here]] + pieces.start[here] + inside[inside < pieces.length[segment]]
+                mask[place] |= at.pp == tree.pp - 1 or (at.pp == 0 and mask is tokens and not behind)
+    for mask, runs in ((tokens, share.tokens), (loss, share.loss)):
+        found = np.zeros(len(mask), np.int64)
+        np.add.at(found, expand_ranges(offsets[runs.sample] + runs.start, runs.length.astype(np.int64)), 1)
+        assert np.array_equal(found, mask.astype(np.int64))
+        assert not ((runs.start[1:] <= runs.start[:-1] + runs.length[:-1]) & (np.diff(runs.sample) == 0)).any()
 
 
 def check_rank(part, plan, rank):
@@ -104,8 +146,12 @@ def check_loader(loader, plan, source, share, found):
     order, expected = loader.order_of(source), plan.order_of(source)
     assert np.array_equal(order.meta, expected.meta) and order.end == expected.end
     assert np.array_equal(known_early(loader)[mine], known_early(plan)[mine])
-    for column in ("samples", "tokens", "loss", "media"):
+    for column in ("samples", "media"):
         assert np.array_equal(getattr(found, column)[mine], getattr(share, column)[mine])
+    for column in ("tokens", "loss") if not share.whole else ():
+        runs = getattr(share, column)
+        of_source = dataclasses.astuple(runs.take(np.isin(runs.sample, mine)))
+        assert np.array_equal(dataclasses.astuple(getattr(found, column)), of_source)
     if not share.whole:
         of = plan.draw.source[plan.pieces.sample[share.pieces]] == source
         assert np.array_equal(found.pieces, share.pieces[of])

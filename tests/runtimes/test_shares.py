@@ -11,11 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 from benchmarks.sharing import BAR, measure, table
 from examples.demo.demo_data import media_job, write_media
+from tests.conftest import slice_indices
 from tests.law.test_bad_data import jpeg
 from tests.runtimes.test_many_hosts import hosts_of
 
 import overlord as ol
 from overlord.core.client_messages import GetPlan, GetStatus
+from overlord.core.draw import Pieces
 from overlord.core.place_tree import ranks_of_host
 from overlord.core.plan import plan_from_bytes
 from overlord.runtimes.hosts.step_server import AttachedClients
@@ -32,8 +34,27 @@ BY_CP |= {f"meta.{name}" for name in INDICES}
 ALIASES = {"cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens_padded"}
 """Other names of `meta.cu_seqlens`."""
 
-QUICK, OTHERS = "pp=4,cp=2", ["pp=4", "cp=4", "tp=4", "dp=4", "pp=2,cp=4", "pp=3,dp=2,tp=2", "dp=3,cp=2,tp=2"]
+QUICK, OTHERS = "pp=2,cp=4", ["pp=4", "cp=4", "tp=4", "dp=4", "pp=4,cp=2", "pp=3,dp=2,tp=2", "dp=3,cp=2,tp=2"]
 MESHES = [QUICK, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in OTHERS)]
+
+
+class View(dict):
+    """The arrays that a rank gets of a microbatch, and how its sequence is cut: (ranks, which of them, slicing)."""
+
+    cut = (1, 0, "zigzag")
+    place: tuple[int, int]
+    """Its bucket and microbatch; the rank and -1 or -2 for what it encodes."""
+
+    def tokens(self, samples, starts, behind=0):
+        """The (sample, token) of every place of the rank's slice, or of the one so many places behind it."""
+        cu, lengths = self["meta.cu_seqlens"].astype(np.int64), self["meta.origin"][4]
+        of, part, slicing = self.cut
+        rows = self["attention_mask"].ndim == 2 if "attention_mask" in self else False
+        where = np.arange(cu[-1]) if of == 1 else slice_indices(cu, of, part, slicing, rows=rows)
+        segment = np.searchsorted(cu, where, side="right") - 1
+        inside = where - cu[segment] + behind
+        kept = inside < lengths[segment]
+        return set(zip(samples[segment[kept]].tolist(), (starts[segment] + inside)[kept].tolist(), strict=True))
 
 
 def views_of(clients):
@@ -43,7 +64,8 @@ def views_of(clients):
         for rank, client in enumerate(clients):
             step = next(client)
             assert step.index == index
-            batches = dict(enumerate(step.microbatches))
+            places = [(bucket, number) for bucket in step.fetched for number in range(len(step.fetched[bucket]))]
+            batches = {number: step.fetched[at[0]][at[1]] for number, at in enumerate(places)}
             encoded = {-1: step.encoder, -2: step.audio_encoder}
             batches |= {number: batch for number, batch in encoded.items() if batch is not None}
             for number, batch in batches.items():
@@ -51,7 +73,15 @@ def views_of(clients):
                 arrays = {key: value for key, value in batch.items() if isinstance(value, np.ndarray)}
                 columns = {f"meta.{key}": meta[key] for key in meta.keys() & {"origin", "cu_seqlens"}}
                 columns |= {f"meta.{key}": meta[key] for key in meta.keys() & INDICES}
-                found[index, rank, number] = {key: np.array(value) for key, value in (arrays | columns).items()}
+                view = View({key: np.array(value) for key, value in (arrays | columns).items()})
+                if number >= 0 and batch.meta.local_cp_size > 1:
+                    view.cut = (
+                        batch.meta.local_cp_size,
+                        batch.meta.ranks.index(batch.meta._place.rank),
+                        batch.meta.slicing,
+                    )
+                view.place = (rank, number) if number < 0 else places[number]
+                found[index, rank, number] = view
     for client in clients:
         client.close()
     return found
@@ -65,25 +95,29 @@ def least_of(views, plans, tree, ranks, encoded=None):
     fetched, packed = [], 0
     for index, plan in enumerate(plans):
         arrays, tokens, loss, media = {}, set(), set(), defaultdict(int)
-        lengths = plan.draw.meta["tokens"]
         for rank in ranks:
-            at, bucket = tree.coords(rank), tree.bucket_of(plan.axis, rank)
+            at = tree.coords(rank)
             for (step, whose, number), view in views.items():
                 if (step, whose) != (index, rank):
                     continue
-                place = (rank if number < 0 else bucket, number)
+                place = view.place
                 for key, array in view.items():
                     if key not in ALIASES or number < 0:
                         arrays[(*place, key, at.cp if key in BY_CP else 0)] = array.nbytes
-                samples = set() if number < 0 else set(plan.bin(bucket, number).sample.tolist())
-                tokens |= samples if view.keys() & (IDS | LABELS) else set()
-                loss |= samples if view.keys() & LABELS else set()
+                pieces = Pieces(*np.zeros((3, 0), np.int32)) if number < 0 else plan.bin(*place)
+                samples = set(pieces.sample.tolist())
+                if len(pieces) and view.keys() & (IDS | LABELS):
+                    tokens |= view.tokens(pieces.sample, pieces.start)
+                if len(pieces) and view.keys() & LABELS:  # in place, and shifted by one
+                    marks = view.tokens(pieces.sample, pieces.start) | view.tokens(pieces.sample, pieces.start, 1)
+                    loss |= marks
+                    tokens |= marks
                 stands_in = any(view[key][0] < 0 for key in ("image_ids", "audio_ids") if key in view)
                 if view.keys() & MEDIA and not stands_in:
                     rows = plan.draw.meta["row"][sorted(samples)] if encoded else ()
                     made = sum(view[key].nbytes for key in view.keys() & MEDIA)
                     media[place] = sum(encoded[row] for row in rows) if encoded else made
-        fetched.append(sum(4 * int(lengths[s]) for s in tokens) + sum(int(lengths[s]) for s in loss))
+        fetched.append(4 * len(tokens) + len(loss))
         fetched[-1] += sum(media.values())
         packed += sum(arrays.values())
     return {"fetched_bytes": sum(fetched), "held_bytes": max(fetched), "packed_bytes": packed}
@@ -114,6 +148,33 @@ def test_a_host_fetches_holds_and_packs_what_its_views_need(mixed_job, tmp_path,
     views, plans, status = shared(mixed_job, tmp_path, cache, tree, placement="loader")
     assert any("pixel_values" in view for view in views.values())
     check(views, plans, status, tree)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("cp=4", {"layout": ol.Layout(slicing="contiguous")}),
+        ("dp=2,cp=4", {"layout": ol.Layout(slicing="whole_zigzag")}),
+        ("cp=4,pp=2", {"layout": ol.Layout(keys="megatron", mtp=True)}),
+        ("cp=4", {"layout": ol.Layout(rows="padded")}),
+        ("dp=2,cp=4", {"strategy": ol.strategies.hdp()}),
+        ("dp=3,cp=2", {"strategy": ol.strategies.backbone_balance(broadcast=("CP",))}),
+        ("dp=2,cp=2,tp=2", {"strategy": ol.strategies.backbone_balance(broadcast=("DP",))}),
+    ],
+    ids=str,
+)
+def test_of_a_sequence_a_host_has_what_its_slices_hold(ids_job, tmp_path, cache, mesh, options):
+    tree, job = ol.ClientPlaceTree.parse(mesh), ids_job.replace(max_steps=STEPS)
+    with ol.launch(job, mesh=tree, runtime="inline", cache=cache, **options) as service:
+        expected = views_of([service.client(rank) for rank in range(tree.world_size)])
+    views, plans, status = shared(job, tmp_path, cache, tree, **options)
+    check(views, plans, status, tree)
+    every = sum(4 * int(plan.draw.meta["tokens"].sum()) for plan in plans)
+    assert any(0 < one["fetched_bytes"] < every for one in status["constructors"].values())
+    assert views.keys() == expected.keys()
+    for at, view in views.items():
+        assert view.keys() == expected[at].keys()
+        assert all(np.array_equal(array, expected[at][key]) for key, array in view.items()), at
 
 
 @pytest.mark.slow
@@ -202,7 +263,7 @@ def _told(step):
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("mesh", ["pp=4,dp=3", "pp=3,cp=4", "dp=3,cp=2,tp=2"])
+@pytest.mark.parametrize("mesh", ["pp=4,dp=3", "pp=3,cp=4", "cp=2,tp=3"])
 def test_it_holds_on_three_ray_nodes(mixed_job, cache, ray_address, mesh):
     tree = ol.ClientPlaceTree.parse(mesh)
     options = {"address": ray_address, "ranks_per_host": tree.world_size // HOSTS, "prefetch": 1}

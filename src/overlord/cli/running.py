@@ -356,8 +356,9 @@ def _consume(
             if step is None:
                 return first_s, time.perf_counter() - began
             index = step.index
-            for _ in step.microbatches:
-                pass  # a rank may have fewer than another, or empty ones that it gets by broadcast
+            for microbatches in step.fetched.values() or [step.microbatches]:
+                for _ in microbatches:
+                    pass  # a rank may have fewer than another, or empty ones that it gets by broadcast
             longest_s = max(longest_s, time.perf_counter() - asked)
         if number == 0:
             first_s = time.perf_counter()

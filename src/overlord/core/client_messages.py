@@ -112,6 +112,13 @@ class StepHeader(Struct, frozen=True):
     """Encoders that run apart from the backbone ("encoder", "audio_encoder"): every rank then has inputs for them."""
     fetches: bool = True
     """False for a rank that gets its batches by the trainer's own broadcast (`broadcast_at`)."""
+    axis: str = "DP"
+    """What the plan distributes samples over."""
+    bucket: int = 0
+    """The bucket of that axis that the rank consumes."""
+    group: tuple[tuple[int, int], ...] = ()
+    """(bucket, microbatches) of all buckets that the rank's broadcast group consumes, where these are several. The
+    rank that fetches has all of their microbatches, numbered bucket after bucket; its own come first."""
     names: tuple[str, ...] = ()
     """The sources of the step, by number."""
 
@@ -339,6 +346,8 @@ class Reshard(Request[Resharded], frozen=True):
     mesh: Json
     step: int | None
     id: str
+    hosts: int | None = None
+    """Constructor hosts for it, on a cluster; None leaves them as they are. The supervisor sees to them."""
 
 
 class AddSource(Request[ChangedAt], frozen=True):

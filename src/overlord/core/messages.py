@@ -146,9 +146,10 @@ class Payload:
     step: int
     source: int
     tokens: Ragged
-    """Token ids (int32), placeholders included; row i has the planned length."""
+    """Token ids (int32), placeholders included; row i has the planned length. In a part for one host it has the runs
+    of `Share.tokens` of its sample, one behind the other."""
     loss: Ragged
-    """1 where the token counts in the loss (uint8), aligned with tokens."""
+    """1 where the token counts in the loss (uint8), aligned with tokens; in a part for one host `Share.loss`."""
     media: Media | None = None
     """Images, clips or sounds of the samples; None for a source of text."""
     chosen: Int64s | None = None
@@ -167,13 +168,13 @@ class Payload:
     """Labels of each of those pieces. A host that has no loss mask gets no more of it than this."""
 
     def take(
-        self, samples: Int64s, tokens: Bools | None = None, loss: Bools | None = None, media: Bools | None = None
+        self, samples: Int64s, tokens: Ragged | None = None, loss: Ragged | None = None, media: Bools | None = None
     ) -> Payload:
-        """Return some of the samples; token ids and loss masks only of some of those, bytes of some media items."""
+        """Return some of the samples, with the given token ids and loss masks of them, and the bytes of some media."""
         return replace(
             self,
-            tokens=self.tokens.take(samples, tokens),
-            loss=self.loss.take(samples, loss),
+            tokens=self.tokens.take(samples) if tokens is None else tokens,
+            loss=self.loss.take(samples) if loss is None else loss,
             media=None if self.media is None else self.media.take(samples, media),
             chosen=samples,
             row_labels=None if self.row_labels is None else self.row_labels[samples],
@@ -397,6 +398,8 @@ class Heartbeat(Message, frozen=True):
     """Whether all ranks go back to an earlier step: the service is started again."""
     served: int = -1
     """The newest step that a client of it has come to."""
+    clients: int = 0
+    """Clients that are attached to it."""
 
 
 class AddedSource(Message, frozen=True):
@@ -441,6 +444,8 @@ class FirstStep(Message, frozen=True):
     """Planner host, then to constructor hosts: the first step of the stream."""
 
     step: int
+    hosts: dict[int, int] = msgspec.field(default_factory=dict[int, int])
+    """Constructor hosts that meshes were given while the stream ran, by their number of ranks."""
 
 
 class Resize(Message, frozen=True):
@@ -503,6 +508,7 @@ class MembershipHead(Message, frozen=True):
     primary: tuple[tuple[int, ...], ...]
     shadow: tuple[int, ...]
     failed: str | None
+    hosts: dict[int, int] = msgspec.field(default_factory=dict[int, int])
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ COORDINATES = ("pp", "dp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes along which a rank has a coordinate; dp also as its two parts."""
 _ORDER = "-".join(AXES)
 _LEVELS = (*COORDINATES, "world")
+_BUCKETS_BY = {"cp": ("dp", "cp"), "tp": ("dp", "cp", "tp"), "world": AXES}
+"""Axes whose coordinates decide the bucket of a rank, where these are others than the one that is distributed over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,16 +306,36 @@ class ClientPlaceTree:
         at = self._coordinates_of(rank)
         return all(at[name] == 0 for name in _broadcast_axes(broadcast))
 
-    def fetched_buckets(self, axis: str, rank: int, broadcast: Collection[str] = ("TP",)) -> list[int]:
-        """Return the buckets of an axis that a rank fetches for its broadcast group: none if it does not fetch."""
-        shared = _broadcast_axes(broadcast)
-        if not self.fetches(rank, broadcast):
-            return []
+    def fetcher_of(self, rank: int, broadcast: Collection[str] = ("TP",)) -> int:
+        """Return the rank that fetches for a rank when the trainer broadcasts along some axes.
+
+        Example:
+            >>> ClientPlaceTree(dp=2, cp=2, tp=2).fetcher_of(7, broadcast=("TP", "DP"))
+            2
+        """
+        at = self._coordinates_of(rank) | dict.fromkeys(_parts_of(_broadcast_axes(broadcast)), 0)
+        dp = at["dp_replicate"] * self.dp_shard + at["dp_shard"]
+        return self.rank(pp=at["pp"], dp=dp, cp=at["cp"], tp=at["tp"])
+
+    def group_buckets(self, axis: str, rank: int, broadcast: Collection[str] = ("TP",)) -> list[int]:
+        """Return the buckets of an axis that the broadcast group of a rank consumes: its own, or several.
+
+        Example:
+            >>> ClientPlaceTree(dp=2, cp=2).group_buckets("CP", 1, broadcast=("DP",))
+            [1, 3]
+        """
+        shared = _parts_of(_broadcast_axes(broadcast))
+        if not shared & _parts_of(_BUCKETS_BY.get(_axis_named(axis, _LEVELS), (axis.lower(),))):
+            return [self.bucket_of(axis, rank)]
         at, here = self.coordinates(), self._coordinates_of(rank)
         alike = np.ones(self.world_size, dtype=np.bool_)
-        for name in {"pp", "dp_replicate", "dp_shard", "cp", "tp"} - _parts_of(shared):
+        for name in {"pp", "dp_replicate", "dp_shard", "cp", "tp"} - shared:
             alike &= at[name] == here[name]
         return cast("list[int]", np.unique(self.buckets_of(axis)[alike]).tolist())
+
+    def fetched_buckets(self, axis: str, rank: int, broadcast: Collection[str] = ("TP",)) -> list[int]:
+        """Return the buckets of an axis that a rank fetches for its broadcast group: none if it does not fetch."""
+        return self.group_buckets(axis, rank, broadcast) if self.fetches(rank, broadcast) else []
 
     def _coordinates_of(self, rank: int) -> dict[str, int]:
         at = self.coords(rank)

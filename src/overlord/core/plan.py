@@ -60,7 +60,7 @@ class LoadingPlan:
     modality: str = "tokens"
     """What a length counts: "tokens", or the media tokens of "images" (and clips), "videos" or "audio"."""
     broadcast: tuple[str, ...] = ()
-    """Axes along which the trainer broadcasts: there only coordinate 0 fetches."""
+    """Axes along which the trainer broadcasts: there only coordinate 0 fetches, for all buckets of its group."""
     cp_sizes: Int32s | None = None
     """Hybrid data parallelism: over how many ranks each piece is spread (uniform inside a microbatch)."""
     first_ranks: Int32s | None = None
@@ -230,6 +230,38 @@ class LoadingPlan:
         if len(filled):
             longest[filled] = np.maximum.reduceat(self.pieces.length, self.bin_offsets[filled])
         return np.repeat(pad_lengths(longest, self.bin_multiple), counts)
+
+    @cached_property
+    def in_sequence(self) -> tuple[Int64s, Int64s, Int64s]:
+        """Where each piece begins in the sequence of its microbatch, its length there, and that of the sequence."""
+        room, bins = self.in_batch, np.repeat(np.arange(len(self.bin_offsets) - 1), np.diff(self.bin_offsets))
+        behind = offsets_of(room)
+        first = behind[self.bin_offsets]
+        return behind[:-1] - first[bins], room, np.diff(first)[bins]
+
+    def slices(self, pieces: Int64s, ranks: Int64s, of: Int64s) -> tuple[Int64s, Pieces]:
+        """Return what context-parallel ranks get of pieces: which of the given ones, and the runs of their samples.
+
+        Args:
+            pieces: Numbers of pieces, each once for every rank that gets some of it.
+            ranks: Which of the ranks that share the piece.
+            of: How many ranks share it.
+        """
+        begin, room, total = (column[pieces] for column in self.in_sequence)
+        apart = self.slicing == "zigzag" or self.row_tokens > 0  # every segment, or row, is cut by itself
+        unit, size = (np.zeros_like(begin), room) if apart else (-begin, total)
+        mirrored = self.slicing != "contiguous"
+        chunk = size // (2 * of if mirrored else of)
+        numbers = [ranks, 2 * of - 1 - ranks] if mirrored else [ranks]
+        which = np.tile(np.arange(len(pieces)), len(numbers))
+        low = np.concatenate([unit + number * chunk for number in numbers])
+        taken = self.pieces.take(pieces[which])
+        low, high = (np.clip(place, 0, taken.length) for place in (low, low + chunk[which]))
+        alone = of[which] == 1  # has all of it, once
+        low[alone], high[alone] = 0, np.where(which == np.arange(len(which)), taken.length, 0)[alone]
+        some = np.flatnonzero(high > low)
+        start, length = (taken.start + low)[some], (high - low)[some]
+        return which[some], Pieces(taken.sample[some], start.astype(np.int32), length.astype(np.int32))
 
     @cached_property
     def drawn(self) -> tuple[Int32s, MetaArray]:
@@ -480,16 +512,17 @@ class Share:
 
     The first pipeline stage embeds, so it needs token ids and media; the last one computes the loss, so it needs token
     ids (as labels) and the loss mask; stages between them need neither. What every stage needs (where segments begin,
-    where they come from, how many labels they have, the shapes of media) is metadata.
+    where they come from, how many labels they have, the shapes of media) is metadata. Of ranks that share a sequence
+    each needs its slice, and for the loss the token behind every run of it, which is the label of the last one.
     """
 
     plan: LoadingPlan
     samples: Bools
     """Drawn samples with a segment, or with media to encode, in a view of this host."""
-    tokens: Bools
-    """Those of which the host needs the token ids."""
-    loss: Bools
-    """Those of which it needs the loss mask."""
+    tokens: Pieces
+    """Runs of those samples of which the host needs the token ids, sorted; no two of them touch."""
+    loss: Pieces
+    """Runs of which it needs the loss mask."""
     media: Bools
     """Those whose media it needs, where these are encoded with their tokens; of others only shapes and bad marks."""
     encoded: Bools | None
@@ -503,7 +536,7 @@ class Share:
     def of(cls, plan: LoadingPlan, ranks: Collection[int], *, all_columns: bool = False) -> Share:
         """Work out what some ranks need of a plan.
 
-        With `all_columns` they need tokens and loss of all their samples, as a hook of the constructor does.
+        With `all_columns` they need tokens and loss of all their samples as a whole, as a hook of the constructor does.
 
         Example:
             Which half of a step the second data-parallel rank needs::
@@ -514,23 +547,30 @@ class Share:
         tree = plan.mesh
         if len(set(ranks)) == tree.world_size:
             everything = np.ones(len(plan.draw), np.bool_)
-            columns = (everything, everything, everything, everything)
-            return cls(plan, *columns, None, np.arange(len(plan.pieces)), whole=True)
-        samples, tokens, loss, media = np.zeros((4, len(plan.draw)), np.bool_)
-        stages: dict[int, set[int]] = {}
+            runs = _whole_samples(plan, np.arange(len(plan.draw)))
+            return cls(plan, everything, runs, runs, everything, None, np.arange(len(plan.pieces)), whole=True)
+        samples, media = np.zeros((2, len(plan.draw)), np.bool_)
+        places: dict[int, set[tuple[int, int]]] = {}
         for rank in ranks:
-            if tree.fetches(rank, plan.broadcast):
-                stages.setdefault(tree.bucket_of(plan.axis, rank), set()).add(tree.coords(rank).pp)
+            at = tree.coords(rank)
+            for bucket in tree.fetched_buckets(plan.axis, rank, plan.broadcast):
+                places.setdefault(bucket, set()).add((at.pp, at.cp))
         pieces = [_NO_PIECES]
-        for bucket, here in sorted(stages.items()):
-            pieces.append(plan.bucket_pieces(bucket))
-            mine = plan.pieces.sample[pieces[-1]]
-            embeds, has_loss = 0 in here, tree.pp - 1 in here
-            samples[mine] = True
-            needs = ((tokens, all_columns or embeds or has_loss), (loss, all_columns or has_loss), (media, embeds))
-            for column, needed in needs:
-                if needed:
-                    column[mine] = True
+        tokens: list[Pieces] = []
+        loss: list[Pieces] = []
+        for bucket, here in sorted(places.items()):
+            mine = plan.bucket_pieces(bucket)
+            pieces.append(mine)
+            samples[plan.pieces.sample[mine]] = True
+            for pp in {pp for pp, _ in here} & {0, tree.pp - 1}:
+                which, runs = _slices_of(plan, bucket, mine, sorted(cp for stage, cp in here if stage == pp))
+                if pp == 0:
+                    media[plan.pieces.sample[mine]] = True
+                if pp == tree.pp - 1:
+                    left = plan.pieces.start[which] + plan.pieces.length[which] - runs.start
+                    runs = Pieces(runs.sample, runs.start, np.minimum(runs.length + 1, left))
+                    loss.append(runs)
+                tokens.append(runs)
         encoded = None
         if plan.encoders:
             media &= ~plan.encoded_apart
@@ -539,7 +579,10 @@ class Share:
                 runs = encoder.pieces.take(encoder.bucket_pieces(rank))
                 encoded[plan.draw.media_at(runs.sample, runs.start)[0]] = True
                 samples[runs.sample] = True
-        return cls(plan, samples, tokens, loss, media, encoded, np.concatenate(pieces), whole=False)
+        if all_columns:
+            tokens = loss = [_whole_samples(plan, np.flatnonzero(samples))]
+        columns = (_joined_runs(tokens), _joined_runs(loss), media, encoded)
+        return cls(plan, samples, *columns, np.concatenate(pieces), whole=False)
 
     @cached_property
     def _of_source(self) -> dict[int, Int64s]:
@@ -558,7 +601,9 @@ class Share:
         mine = mine if payload.chosen is None else mine[payload.chosen]
         chosen = np.flatnonzero(self.samples[mine])
         rows = mine[chosen]
-        part = payload.take(chosen, self.tokens[rows], self.loss[rows], self._items(payload.media, mine, chosen))
+        tokens = _runs_of(payload.tokens, self.tokens, rows, chosen)
+        loss = _runs_of(payload.loss, self.loss, rows, chosen)
+        part = payload.take(chosen, tokens, loss, self._items(payload.media, mine, chosen))
         if payload.chosen is not None:
             part = replace(part, chosen=payload.chosen[chosen])
         # Labels of a piece are counted here, where the loss mask is: most hosts do not get it.
@@ -586,6 +631,48 @@ class Share:
 
 
 _NO_PIECES = np.empty(0, np.int64)
+
+
+def _whole_samples(plan: LoadingPlan, samples: Int64s) -> Pieces:
+    """Return drawn samples as one run each."""
+    lengths = plan.draw.meta["tokens"][samples].astype(np.int32)
+    return Pieces(samples.astype(np.int32), np.zeros(len(samples), np.int32), lengths)
+
+
+def _slices_of(plan: LoadingPlan, bucket: int, pieces: Int64s, cps: list[int]) -> tuple[Int64s, Pieces]:
+    """Return what ranks at some context-parallel coordinates get of the pieces of a bucket: (piece, run) of each."""
+    cp = plan.mesh.cp
+    if plan.cp_sizes is not None and plan.first_ranks is not None:
+        ranks, of = bucket - plan.first_ranks[pieces].astype(np.int64), plan.cp_sizes[pieces].astype(np.int64)
+    elif cp == 1 or plan.axis == "CP" or "CP" in plan.broadcast:  # not cut: the trainer cuts what it broadcasts
+        return pieces, plan.pieces.take(pieces)
+    else:
+        ranks = np.repeat(np.array(cps, np.int64), len(pieces))
+        pieces, of = np.tile(pieces, len(cps)), np.full(len(ranks), cp, np.int64)
+    which, runs = plan.slices(pieces, ranks, of)
+    return pieces[which], runs
+
+
+def _joined_runs(parts: list[Pieces]) -> Pieces:
+    """Return runs of samples sorted, with those that overlap or touch as one."""
+    columns = ([_NO_PIECES, *(getattr(part, name) for part in parts)] for name in _PIECE)
+    sample, start, length = (np.concatenate(column) for column in columns)
+    keys = (sample << 32) + start
+    order = np.argsort(keys, kind="stable")
+    keys, ends = keys[order], np.maximum.accumulate((keys + length)[order])
+    fresh = np.ones(len(keys), np.bool_)
+    fresh[1:] = keys[1:] > ends[:-1]
+    first = np.flatnonzero(fresh)
+    last = np.append(first[1:], len(keys))[: len(first)] - 1
+    found = (keys[first] >> 32, keys[first] & 0xFFFFFFFF, ends[last] - keys[first])
+    return Pieces(*(column.astype(np.int32) for column in found))
+
+
+def _runs_of(column: Ragged, runs: Pieces, samples: npt.NDArray[np.integer], rows: Int64s) -> Ragged:
+    """Return the runs of some samples, whose rows of a column are given."""
+    low, high = np.searchsorted(runs.sample, samples), np.searchsorted(runs.sample, samples, side="right")
+    chosen = expand_ranges(low, high - low)
+    return column.take_runs(rows, high - low, runs.start[chosen], runs.length[chosen])
 
 
 @numba.njit(nogil=True, cache=True)
@@ -740,7 +827,8 @@ class PlanSlice:
     def for_ranks(cls, plan: LoadingPlan, ranks: Collection[int]) -> PlanSlice:
         """Return what a constructor host needs: the pieces of its ranks' buckets, the media that they encode."""
         tree, mine = plan.mesh, sorted(ranks)
-        buckets = sorted({tree.bucket_of(plan.axis, rank) for rank in mine})
+        fetched = (tree.fetched_buckets(plan.axis, rank, plan.broadcast) for rank in mine)
+        buckets = sorted({*itertools.chain(*fetched), *(tree.bucket_of(plan.axis, rank) for rank in mine)})
         pieces = np.concatenate([_NO_PIECES, *(plan.bucket_pieces(bucket) for bucket in buckets)])
         samples = [plan.pieces.sample[pieces]]
         encoded: dict[str, Int64s] = {}
@@ -791,6 +879,7 @@ _PLAN_SCALARS = (
 _PIECE = ("sample", "start", "length")
 _PER_PIECE = ("cp_sizes", "first_ranks")
 _OPTIONAL = (*_PER_PIECE, "counts", "offload", "ends")
+_IN_SEQUENCE = ("begin", "room", "total")
 _TOTALS = ("global_loss_tokens", "total_tokens", "squared_tokens")
 _ROUTING = {"encoder": "routing", "audio_encoder": "audio_routing"}
 _ROUTES = ("sender", "receiver", "microbatch", "position", "length", "sample", "start", "row", "heads")
@@ -852,6 +941,10 @@ def _cut_columns(plan: LoadingPlan, part: PlanSlice, arrays: Arrays) -> None:
             columns = [f"{_ROUTING[name]}.{column}" for column in _ROUTES if column != "heads"]
             arrays.update({column: arrays[column][part.routes[name]] for column in columns})
     arrays["slice.samples"] = samples
+    if plan.tree is not None and plan.tree.cp > 1:  # which tokens a rank has of a piece depends on those around it
+        arrays.update(
+            {f"in_sequence.{name}": one[part.pieces] for name, one in zip(_IN_SEQUENCE, plan.in_sequence, strict=True)}
+        )
 
 
 def _fill_columns(scalars: dict[str, Any], arrays: Arrays) -> None:
@@ -871,6 +964,9 @@ def _fill_columns(scalars: dict[str, Any], arrays: Arrays) -> None:
             for name in (*_PIECE, *_PER_PIECE):
                 if f"{prefix}{name}" in arrays:
                     spread(f"{prefix}{name}", rows, int(offsets[-1]), int(name == "cp_sizes"))
+    for name in _IN_SEQUENCE:
+        if f"in_sequence.{name}" in arrays:
+            spread(f"in_sequence.{name}", arrays["slice.pieces"], int(arrays["bin_offsets"][-1]))
 
 
 def plan_from_bytes(blob: bytes | memoryview) -> LoadingPlan:
@@ -910,6 +1006,8 @@ def plan_from_bytes(blob: bytes | memoryview) -> LoadingPlan:
     plan = dataclasses.replace(plan, **found)
     if part is not None:
         plan.__dict__["drawn"] = (arrays["drawn.source"], arrays["drawn.meta"])
+        if "in_sequence.begin" in arrays:
+            plan.__dict__["in_sequence"] = tuple(arrays[f"in_sequence.{name}"] for name in _IN_SEQUENCE)
         if plan.encoders:
             draw.__dict__["media"] = Pieces(*(arrays[f"media.{name}"] for name in _PIECE))
     plan.__dict__.update(scalars["totals"], digest=scalars["plan_digest"])

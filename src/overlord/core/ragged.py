@@ -110,16 +110,32 @@ class Ragged:
         first, last = int(self.offsets[0]), int(self.offsets[-1])
         return Ragged(self.values[first:last], self.offsets - first)
 
-    def take(self, rows: npt.NDArray[np.integer], filled: npt.NDArray[np.bool_] | None = None) -> Ragged:
-        """Return the given rows, in that order, copied into one piece; empty ones where `filled` is False."""
-        lengths = self.lengths[rows]
-        if filled is not None and not filled.all():
-            lengths = np.where(filled, lengths, 0)
-            return Ragged(gather_runs(self.values, self.offsets[:-1][rows], lengths), offsets_of(lengths))
-        offsets = offsets_of(lengths)
+    def take(self, rows: npt.NDArray[np.integer]) -> Ragged:
+        """Return the given rows, in that order, copied into one piece."""
+        offsets = offsets_of(self.lengths[rows])
         out = np.empty(int(offsets[-1]), self.values.dtype)
         self.take_into(rows, out)
         return Ragged(out, offsets)
+
+    def take_runs(
+        self,
+        rows: npt.NDArray[np.integer],
+        counts: npt.NDArray[np.int64],
+        starts: npt.NDArray[np.integer],
+        lengths: npt.NDArray[np.integer],
+    ) -> Ragged:
+        """Return some runs of values of the given rows, as rows: of rows[i] the next counts[i] of all runs.
+
+        Example:
+            >>> rows = Ragged.from_rows([b"abcd", b"efg"])
+            >>> kept = rows.take_runs(np.array([1, 0]), np.array([0, 2]), np.array([0, 3]), np.array([2, 1]))
+            >>> (kept.lengths.tolist(), bytes(kept.values))
+            ([0, 3], b'abd')
+        """
+        row = np.repeat(np.arange(len(rows)), counts)
+        wide = lengths.astype(np.int64)
+        values = gather_runs(self.values, self.offsets[:-1][rows][row] + starts, wide)
+        return Ragged(values, offsets_of(np.bincount(row, wide, len(rows)).astype(np.int64)))
 
     def take_into(self, rows: npt.NDArray[np.integer], out: Array) -> None:
         """Copy the given rows, one behind the other, into `out`."""

@@ -126,7 +126,7 @@ class TorchStep:
             take: Returns a microbatch by its number; by default it is copied out of shared memory.
             encode: Returns what this rank encodes, images (0) or sounds (1); by default it is copied out of shared
                 memory.
-            group: The process group in which microbatches are broadcast.
+            group: The process group of the ranks that get the same microbatches by broadcast.
         """
         self.index = step.index
         self.global_loss_tokens = step.global_loss_tokens
@@ -144,9 +144,9 @@ class TorchStep:
         They are the same on all ranks of `group`; without a process group they are empty.
         """
         self.group = group
-        """The process group that shares its microbatches (`broadcast_at`); None if each rank fetches its own.
+        """The process group that shares its microbatches (`broadcast_at`); None if each rank has its own.
 
-        Rows of `exchange_images` come to the rank that fetches: where there are images, broadcast these too.
+        Rows of `exchange_images` come to its first rank: where there are images, broadcast these too.
         """
         self.progress = StepProgress(step.index)
         self.take = take or (lambda index: TorchBatch(step.microbatches[index]))

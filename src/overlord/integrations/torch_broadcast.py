@@ -3,6 +3,9 @@
 Rules of this file:
 1. All ranks of a group make the same collective calls in the same order: for every microbatch in turn a header, then
    its buffer. If a microbatch is requested out of order, those before it are received first, and kept.
+   Where the ranks of a group consume different buckets (`broadcast_at("DP")`), microbatch m of every bucket is sent
+   before any rank goes on with its own: a rank that trains may wait for the others, which must have theirs. From the
+   last microbatch on that all of them have, the rest of the step is sent at once, for the same reason.
 2. A rank that takes the next step completes the step before: the rank that fetches announces the end of the step, the
    others receive up to there. So ranks may use different numbers of a step's microbatches.
 3. A fetch that fails raises the same error on all ranks of the group.
@@ -12,10 +15,11 @@ Rules of this file:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,7 +29,7 @@ import torch.distributed as dist
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import OverlordError, PlanError, SpecError, error_named
 from overlord.integrations.torch_batches import Copies, DeviceCopies, FlatBatch, FlatHeader, TorchBatch
-from overlord.roles.client import Place
+from overlord.roles.client import Place, Step
 
 _BLOCK = 16 << 10
 """Bytes of the first message; most headers fit, so that one message is enough."""
@@ -122,7 +126,7 @@ class FetchingRanks:
         self,
         tree: ClientPlaceTree | None,
         rank: int,
-        fetches: bool | None,
+        step: Step | None,
         *,
         failed: bool = False,
         group: Any = None,
@@ -132,29 +136,30 @@ class FetchingRanks:
         Args:
             tree: The mesh; None if this rank failed before it knew it.
             rank: This process's rank in the mesh.
-            fetches: Whether it fetches its first step; None if the stream has no step.
+            step: Its first step; None if the stream has no step.
             failed: Whether its first step failed.
             group: The process group of the ranks of the mesh; by default the world.
         """
         self._tree = tree
         self.group = group
-        outcome = _FAILED if failed else _ENDED if fetches is None else _FETCHES if fetches else _RECEIVES
-        mine = torch.tensor([rank, outcome])
+        outcome = _FAILED if failed else _ENDED if step is None else _FETCHES if step.fetches else _RECEIVES
+        mine = torch.tensor([rank, outcome, -1 if step is None else step.bucket])
         if "cpu:" not in str(dist.get_backend_config(group)):
             mine = mine.to("cuda")
         found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(found, mine, group=group)
         gathered = [one.tolist() for one in found]
-        self._process = {place: process for process, (place, _) in enumerate(gathered)}
+        self._process = {place: process for process, (place, _, _) in enumerate(gathered)}
         """The process that has each rank of the mesh."""
         if len(self._process) < len(gathered):
-            twice = next(place for process, (place, _) in enumerate(gathered) if self._process[place] != process)
+            twice = next(place for process, (place, _, _) in enumerate(gathered) if self._process[place] != process)
             raise SpecError(
                 f"DataLoader: several processes have rank {twice} of the mesh{f' {tree}' if tree else ''}; they would "
                 "train on the same data, and no process on that of another rank. Leave rank= out, or give each process "
                 "its own."
             )
-        outcomes = dict(gathered)
+        outcomes = {place: outcome for place, outcome, _ in gathered}
+        self._bucket = {_process_of(group, process): bucket for process, (_, _, bucket) in enumerate(gathered)}
         self.failed = sorted(place for place in outcomes if outcomes[place] == _FAILED)
         """Ranks that could not take their first step."""
         known = set(outcomes.values()) <= {_FETCHES, _RECEIVES}
@@ -188,28 +193,50 @@ class FetchingRanks:
         ordered = [sorted(ranks, key=lambda rank: rank not in fetching) for ranks in members.values()]
         return [[_process_of(self.group, self._process[rank]) for rank in ranks] for ranks in ordered]
 
+    def alike(self) -> list[list[int]]:
+        """Return the broadcast groups divided by what their processes consume: all of a list get the same batches."""
+        found: list[list[int]] = []
+        for ranks in self.groups():
+            buckets = dict.fromkeys(self._bucket[process] for process in ranks)
+            found += [[process for process in ranks if self._bucket[process] == bucket] for bucket in buckets]
+        return found
 
-def open_channel(fetching: FetchingRanks, mesh: Any, stream: Any) -> Channel:
-    """Return the channel of this process; all ranks of the mesh must call this.
 
-    The process groups of a DeviceMesh are used if they fit, otherwise groups are made.
+def open_channel(fetching: FetchingRanks, mesh: Any, stream: Any) -> tuple[Channel, Any]:
+    """Return the channel of this process, and the group of those that get the same batches over it (None: it alone).
+
+    All ranks of the world must call this. The process groups of a DeviceMesh are used if they fit, otherwise groups are
+    made.
     """
-    groups, me = fetching.groups(), dist.get_rank()
+    groups, alike = fetching.groups(), fetching.alike()
+    group, first = _group_among(groups, mesh, fetching.group)
+    if len(alike) == len(groups):
+        same = group
+    else:
+        same = None if all(len(ranks) == 1 for ranks in alike) else _group_among(alike, mesh, fetching.group)[0]
+    return Channel(group, first, stream), same
+
+
+def _group_among(groups: list[list[int]], mesh: Any, within: Any) -> tuple[Any, int]:
+    """Return that process group of some which this process is in, and the first process of it.
+
+    `within` is the process group of the mesh's ranks; None for the world.
+    """
+    me = dist.get_rank()
     mine = next(ranks for ranks in groups if me in ranks)
-    ready = _group_of_mesh(mesh, fetching.axes, mine)
+    ready = _group_of_mesh(mesh, mine)
     if ready is not None:
-        return Channel(ready, mine[0], stream)
-    if fetching.group is not None:  # processes outside the mesh do not call this
-        return Channel(
-            dist.new_group(sorted(mine), timeout=_world_timeout(), use_local_synchronization=True), mine[0], stream
-        )
+        return ready, mine[0]
+    if within is not None:  # processes outside the mesh do not call this
+        made = dist.new_group(sorted(mine), timeout=_world_timeout(), use_local_synchronization=True)
+        return made, mine[0]
     made = [dist.new_group(sorted(ranks), timeout=_world_timeout()) for ranks in groups]
-    return Channel(made[groups.index(mine)], mine[0], stream)
+    return made[groups.index(mine)], mine[0]
 
 
-def _group_of_mesh(mesh: Any, axes: Sequence[str], ranks: list[int]) -> Any:
+def _group_of_mesh(mesh: Any, ranks: list[int]) -> Any:
     """Return the mesh's own group of some ranks, if it has one; either all ranks of a mesh find theirs or none."""
-    if mesh is None or len(axes) != 1:
+    if mesh is None:
         return None
     for name in mesh.mesh_dim_names or ():
         group = mesh.get_group(name)
@@ -226,6 +253,33 @@ def _world_timeout() -> timedelta | None:
     return getattr(options, "_timeout", None)
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """How a broadcast group shares the microbatches of one step."""
+
+    counts: Mapping[int, int]
+    """By bucket, how many microbatches the ranks that consume it have; the bucket of the rank that fetches first."""
+    mine: int
+    """This rank's bucket."""
+
+    @classmethod
+    def of(cls, step: Step) -> Sharing:
+        """Return how a step is shared."""
+        return cls(dict(step.group) or {step.bucket: len(step.microbatches)}, step.bucket)
+
+    @cached_property
+    def order(self) -> list[tuple[int, int]]:
+        """(bucket, microbatch) of everything that is sent, in this order."""
+        most = max(self.counts.values())
+        return [(bucket, at) for at in range(most) for bucket, count in self.counts.items() if at < count]
+
+    def sent_before(self, microbatch: int) -> int:
+        """Return how many of `order` are sent before a rank goes on with one of its own microbatches; -1: with none."""
+        counts = self.counts.values()
+        together = microbatch + 1 < min(counts)  # all ranks come to the next microbatch too
+        return sum(min(count, microbatch + 1) for count in counts) if together else len(self.order)
+
+
 class Relay:
     """The microbatches of one step, broadcast through a channel in order, and kept until the step ends."""
 
@@ -233,58 +287,64 @@ class Relay:
         self,
         channel: Channel,
         copies: Copies,
-        step: tuple[int, int, tuple[str, ...], Place | None],
+        step: tuple[int, Sharing, tuple[str, ...], Place | None],
         fetch: Callable[[int], FlatBatch] | None,
     ) -> None:
-        """Begin a step, given by its index, its number of microbatches, the names of sources, and this rank's place.
+        """Begin a step, given by its index, how it is shared, the names of sources, and this rank's place.
 
-        Only the rank that fetches has `fetch`, which returns a microbatch by its number.
+        Only the rank that fetches has `fetch`, which returns a microbatch by its number in `Sharing.order`.
         """
         self._channel = channel
         self._copies = copies
-        self._index, self._count, self._names, self._place = step
+        self._index, self._sharing, self._names, self._place = step
         self._fetch = fetch
+        self._done = 0
+        """How many of `Sharing.order` were sent or received."""
         self._kept: list[FlatBatch] = []
+        """This rank's own of them."""
         self._over: OverlordError | None = None
+        self._complete(self._sharing.sent_before(-1))  # for ranks that will not take any
 
     def take(self, microbatch: int) -> TorchBatch:
         """Return a microbatch; those before it are sent or received first."""
-        while len(self._kept) <= microbatch:
+        if len(self._kept) <= microbatch or self._done < self._sharing.sent_before(microbatch):
+            if self._over is None:
+                self._complete(self._sharing.sent_before(microbatch))
             if self._over is not None:
                 raise self._over
-            self._kept.append(self._next())
         return self._kept[microbatch].batch(self._names, self._place)
 
     def finish(self) -> None:
         """Complete the step: the rank that fetches sends no more of it, the others receive what was sent."""
-        if self._over is None and self._fetch is not None and len(self._kept) < self._count:
-            self._channel.broadcast_message(json.dumps({"rest": [self._index, len(self._kept)]}).encode() + b"\n")
-        at = len(self._kept)
-        while self._over is None and self._fetch is None and at < self._count:
-            try:
-                self._receive(at)
-                at += 1
-            except OverlordError as error:  # raised on the next access; the next step fails too if the cause persists
-                self._over = error
+        count = len(self._sharing.order)
+        if self._over is None and self._fetch is not None and self._done < count:
+            self._channel.broadcast_message(json.dumps({"rest": [self._index, self._done]}).encode() + b"\n")
+        if self._fetch is None:
+            self._complete(count, keep=False)
         self._over = self._over or _gone(self._index)
 
-    def _next(self) -> FlatBatch:
-        at = len(self._kept)
-        try:
-            return self._send(at) if self._fetch is not None else self._receive(at)
-        except OverlordError as error:
-            self._over = error
-            raise
+    def _complete(self, count: int, *, keep: bool = True) -> None:
+        """Send or receive up to a number of microbatches. An error is kept: it is raised where one is taken."""
+        while self._over is None and self._done < count:
+            bucket, _ = self._sharing.order[self._done]
+            mine = keep and bucket == self._sharing.mine
+            try:
+                made = self._send() if self._fetch is not None else self._receive(mine)
+            except OverlordError as error:
+                self._over = error
+                return
+            self._done += 1
+            self._kept += [made] if made is not None and mine else []
 
-    def _send(self, microbatch: int) -> FlatBatch:
+    def _send(self) -> FlatBatch:
         assert self._fetch is not None
         try:
-            flat_batch = self._fetch(microbatch)
+            flat_batch = self._fetch(self._done)
         except Exception as error:  # any error: the other ranks of the group must not wait forever
             self._channel.broadcast_message(_failure(error))
             self._over = error if isinstance(error, OverlordError) else OverlordError(str(error))
             raise
-        self._channel.broadcast_message(flat_batch.header.to_bytes(at=[self._index, microbatch]))
+        self._channel.broadcast_message(flat_batch.header.to_bytes(at=[self._index, *self._sharing.order[self._done]]))
         assert flat_batch.host is not None
         if not flat_batch.header.nbytes:
             return flat_batch
@@ -296,7 +356,7 @@ class Relay:
         self._channel.broadcast(flat_batch.host)
         return replace(flat_batch, host=None)  # pinned memory is scarce
 
-    def _receive(self, microbatch: int) -> FlatBatch:
+    def _receive(self, mine: bool) -> FlatBatch | None:
         message = self._channel.broadcast_message(None)
         words = json.loads(message.partition(b"\n")[0])
         if "error" in words:
@@ -304,16 +364,20 @@ class Relay:
         if "rest" in words:
             raise _gone(self._index)
         # The buffer is received in any case: the other ranks are in the same call.
-        flat_batch = self._receive_buffer(FlatHeader.from_bytes(message))
-        if words["at"] != [self._index, microbatch]:
+        flat_batch = self._receive_buffer(FlatHeader.from_bytes(message), mine)
+        expected = [self._index, *self._sharing.order[self._done]]
+        if words["at"] != expected:
+            sent, wanted = (f"microbatch {at} of step {step}" for step, _, at in (words["at"], expected))
             raise PlanError(
-                f"microbatch {words['at'][1]} of step {words['at'][0]} was broadcast where microbatch {microbatch} "
-                f"of step {self._index} was expected; ranks of a group would train on different data. Take the same "
-                "steps on all of them, and load states on all of them."
+                f"{sent} was broadcast where {wanted} was expected; ranks of a group would train on different data. "
+                "Take the same steps on all of them, and load states on all of them."
             )
         return flat_batch
 
-    def _receive_buffer(self, header: FlatHeader) -> FlatBatch:
+    def _receive_buffer(self, header: FlatHeader, mine: bool) -> FlatBatch | None:
+        if not mine and header.nbytes and not self._channel.is_on_device(self._copies.device):
+            self._channel.broadcast(torch.empty(header.nbytes, dtype=torch.uint8))  # for other ranks of the group
+            return None
         if header.nbytes and self._channel.is_on_device(self._copies.device):
             assert isinstance(self._copies, DeviceCopies)
             with self._channel.on_stream():

@@ -34,7 +34,7 @@ from overlord.integrations.torch_batches import (
     exchange_images,
     normalize_pixels,
 )
-from overlord.integrations.torch_broadcast import Channel, FetchingRanks, Relay, open_channel, share_outcome
+from overlord.integrations.torch_broadcast import Channel, FetchingRanks, Relay, Sharing, open_channel, share_outcome
 from overlord.roles.client import Client, Step
 from overlord.runtimes.client_feed import check_state_at, connect, refuse_torch_workers
 
@@ -66,8 +66,8 @@ class DataLoader:
     is one); or give it the address of a running service (`overlord serve`), which `torchrun` ranks share.
 
     Where a strategy broadcasts (`broadcast_at`), the loader does it: all ranks of a group get the microbatches that one
-    of them fetches. They must then take the same steps. On a CUDA device the next microbatch is fetched and copied
-    while one is in use.
+    of them fetches, along DP each rank its own. They must then take the same steps. On a CUDA device the next
+    microbatch is fetched and copied while one is in use.
 
     It is a `Stateful` of torch.distributed.checkpoint: `dcp.save({"data": loader}, ...)`, and `dcp.load` into a new one
     on any number of ranks. Its state names the first step that was not trained on, also where the trainer fetches steps
@@ -156,6 +156,8 @@ class DataLoader:
         self._copies: Copies | None = None
         self._axes: tuple[str, ...] | None = None
         self._channel: Channel | None = None
+        self._same: Any = None
+        """The process group of the ranks that get the same microbatches by broadcast."""
         self._relay: Relay | None = None
         self._handed_out: deque[StepProgress] = deque(maxlen=MOST_AHEAD)
         self._done: int | None = None
@@ -354,7 +356,7 @@ class DataLoader:
         """Detach, and end the service if this loader started it; it does not wait for other ranks."""
         copies, client, service = self._copies, self._client, self._service
         self._copies = self._client = self._service = None
-        self._axes = self._channel = self._relay = None
+        self._axes = self._channel = self._relay = self._same = None
         self._closed = True
         with ExitStack() as ends:  # each is closed even if another fails; the last one first
             for one in (service, client, copies):
@@ -456,13 +458,19 @@ class DataLoader:
             return None if flat is None else flat.batch(names, step.place)
 
         encoded = Ahead(flat_encoder, 2, copies.pool)
-        count = len(step.microbatches)
-        fetched = Ahead(lambda at: copies.send(step.microbatches[at]), count if step.fetches else 0, copies.pool)
         if self._channel is None:
+            count = len(step.microbatches) if step.fetches else 0
+            fetched = Ahead(lambda at: copies.send(step.microbatches[at]), count, copies.pool)
             return TorchStep(step, lambda at: fetched.take(at).batch(names, step.place), encode)
-        fetch = fetched.take if step.fetches else None
-        self._relay = relay = Relay(self._channel, copies, (step.index, count, names, step.place), fetch)
-        return TorchStep(step, relay.take, encode, self._channel.group)
+        sharing = Sharing.of(step)
+
+        def flat_batch(number: int) -> FlatBatch:
+            bucket, microbatch = sharing.order[number]
+            return copies.send(step.fetched[bucket][microbatch])
+
+        fetch = Ahead(flat_batch, len(sharing.order), copies.pool).take if step.fetches else None
+        self._relay = relay = Relay(self._channel, copies, (step.index, sharing, names, step.place), fetch)
+        return TorchStep(step, relay.take, encode, self._same)
 
     def _first_step(self) -> Step | None:
         """Take the first step, and agree with all ranks on which ranks fetch."""
@@ -472,13 +480,8 @@ class DataLoader:
         except Exception as error:  # raised after the other ranks know: they would wait for this one
             failure = error
         axes: tuple[str, ...] = ()
-        # All ranks gather or none does. The mesh of a service that runs already is known to the ranks that could attach
-        # only, so there it does not decide: a rank that was refused must tell those that would wait for it.
-        if self._shared and (
-            isinstance(self._job, str) or (self._mesh is not None and self._mesh.cp * self._mesh.tp > 1)
-        ):
-            fetches = None if step is None else step.fetches
-            fetching = FetchingRanks(self._mesh, self._rank, fetches, failed=failure is not None, group=self.group)
+        if self._shared:  # all ranks gather: one that was refused must tell those that would wait for it
+            fetching = FetchingRanks(self._mesh, self._rank, step, failed=failure is not None, group=self.group)
             if fetching.failed and failure is None:
                 failure = ServiceLost(
                     f"rank {fetching.failed[0]} could not take the first step, so no step can be trained on. Its own "
@@ -486,7 +489,8 @@ class DataLoader:
                 )
             axes = fetching.axes
             if axes and failure is None:
-                self._channel = open_channel(fetching, self._device_mesh, cast("Copies", self._copies).stream)
+                stream = cast("Copies", self._copies).stream
+                self._channel, self._same = open_channel(fetching, self._device_mesh, stream)
         if failure is not None:
             raise failure
         self._axes = axes

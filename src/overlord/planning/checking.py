@@ -20,9 +20,6 @@ from overlord.planning.encoder import join_encoder
 Strategy = Callable[[Buffer, ClientPlaceTree], LoadingPlan | Mapping[str, LoadingPlan]]
 """Decides where every sample of a step goes: one plan, or one for each module ("backbone", "encoder")."""
 
-SPLIT_AXES = {"DP": ("DP",), "CP": ("DP", "CP"), "WORLD": ("DP", "CP", "TP")}
-"""Axes along which ranks get different samples, by what samples are distributed over."""
-
 
 class _Wrong(Exception):
     """Two texts: what is wrong with a plan, and what to do."""
@@ -145,17 +142,16 @@ def _check_form(plan: LoadingPlan) -> None:
 
 
 def _check_mesh(plan: LoadingPlan, tree: ClientPlaceTree, limits: Limits) -> None:
-    if plan.axis not in SPLIT_AXES or plan.num_buckets != tree.num_buckets(plan.axis):
+    if plan.axis not in ("DP", "CP", "WORLD") or plan.num_buckets != tree.num_buckets(plan.axis):
         raise _Wrong(
             f"it has {plan.num_buckets} buckets over {plan.axis}, which the mesh {tree} does not have",
             "Distribute tokens over 'DP' or 'CP' of the tree the strategy is called with",
         )
     if plan.axis == "WORLD" and plan.num_buckets != tree.dp:
         raise _Wrong(f"over {plan.axis} ranks that need the same tokens would get different ones", "Distribute over DP")
-    split = [a for a in SPLIT_AXES[plan.axis] if getattr(tree, a.lower()) > 1]
     for axis in plan.broadcast:
-        if axis not in ("TP", "CP", "DP") or axis in split:
-            raise _Wrong(f"broadcast along {axis!r} would leave ranks without their samples", "Broadcast along TP")
+        if axis not in ("TP", "CP", "DP"):
+            raise _Wrong(f"broadcast along {axis!r} would leave ranks without samples", "Broadcast along TP, CP or DP")
     shape = {"slicing": "zigzag", "bin_multiple": 1, "row_tokens": 0} | shape_of(limits, tree, plan.axis)
     if {name: getattr(plan, name) for name in shape} != shape:
         raise _Wrong(

@@ -29,7 +29,7 @@ from overlord.planning.balancing.hybrid import Blocks, place_hybrid, spread_over
 from overlord.planning.balancing.methods import loads as loads_of
 from overlord.planning.balancing.microbatches import Placement, place_tokens
 from overlord.planning.balancing.packing import PackMethod, fill_bins, place_bins
-from overlord.planning.checking import SPLIT_AXES, check_inputs
+from overlord.planning.checking import check_inputs
 from overlord.planning.costs import CostFunction, Offload, as_costs, takes_metrics
 from overlord.planning.encoder import Scope, place_images, split_images
 
@@ -285,7 +285,11 @@ class DGraph:
         return self._with("placed", detail, places=wide, num_microbatches=num_microbatches, reorder=False)
 
     def broadcast_at(self, axis: str) -> DGraph:
-        """Say that the trainer broadcasts along an axis ("TP", "CP" or "DP"): only its first rank fetches."""
+        """Say that the trainer broadcasts along an axis ("TP", "CP" or "DP"): only its first rank fetches.
+
+        Along an axis whose ranks consume different samples ("DP") that rank fetches the microbatches of all of them:
+        fewer clients are waited for, more bytes are sent.
+        """
         name = str(axis).upper()
         if name not in ("TP", "CP", "DP"):
             raise SpecError(
@@ -294,17 +298,14 @@ class DGraph:
         if self.modality != "tokens":
             raise SpecError(
                 f"broadcast_at: the graph is of {self.modality}, and each rank encodes others; it would be ignored. "
-                "Call it on the graph of tokens, whose broadcast the encoded rows follow."
+                "Call it on the graph of tokens."
             )
-        self._refuse_broadcast(name)
         return self._with("broadcast_at", name, broadcast=tuple(sorted({*self.broadcast, name})))
 
     def plan(self) -> LoadingPlan:
         """Return the loading plan."""
         self._need("plan", axis=True, places=True)
         assert self.places is not None and self.axis is not None
-        for name in self.broadcast:
-            self._refuse_broadcast(name)
         items, places, priority = self.items, self.places, self.costs if self.reorder else None
         extra: dict[str, Any] = shape_of(self.buffer.limits, self.tree, self.axis) if self.modality == "tokens" else {}
         if self.cp_sizes is not None:
@@ -402,14 +403,6 @@ class DGraph:
         for wrong, remedy, why in missing:
             if wrong:
                 raise SpecError(f"{primitive}: {why}. Call {remedy} before {primitive}.")
-
-    def _refuse_broadcast(self, axis: str) -> None:
-        within = SPLIT_AXES.get(self.axis or "", ())
-        if axis in within and getattr(self.tree, axis.lower()) > 1:
-            raise SpecError(
-                f"broadcast_at: the samples are distributed over {self.axis}, so the ranks along {axis} need different "
-                "ones; only the first would get any. Broadcast along another axis."
-            )
 
 
 def _meeting_counts(plan: LoadingPlan, counts: npt.NDArray[np.int32], multiple: int) -> npt.NDArray[np.int32]:
@@ -529,9 +522,9 @@ def _consumers(graph: DGraph, item: int) -> str:
     axis, first = graph.axis or "DP", int(graph.places[item]) // graph.num_microbatches
     width = int(graph.cp_sizes[item]) if graph.cp_sizes is not None else 1
     ranks = [rank for bucket in range(first, first + width) for rank in graph.tree.consumers(axis, bucket)]
-    fetching = [rank for rank in ranks if graph.tree.fetches(rank, graph.broadcast)]
+    fetching = sorted({graph.tree.fetcher_of(rank, graph.broadcast) for rank in ranks})
     named = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
-    return f"ranks {named}" + ("" if len(fetching) == len(ranks) else f", fetched by {', '.join(map(str, fetching))}")
+    return f"ranks {named}" + ("" if fetching == sorted(ranks) else f", fetched by {', '.join(map(str, fetching))}")
 
 
 # Checks of the primitives: each names the primitive, what is wrong, and what to do.

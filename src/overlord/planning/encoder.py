@@ -123,7 +123,8 @@ def route(backbone: LoadingPlan, encoder: LoadingPlan, tree: ClientPlaceTree, pe
     """Return the routes of all media tokens from the ranks that encode them to those that need them.
 
     The first pipeline stage receives. Along TP and CP it follows the backbone's `broadcast_at`: with it the
-    first rank gets everything; without it every TP rank gets a copy, and every CP rank the tokens of its slice.
+    first rank gets everything; without it every TP rank gets a copy, and every CP rank the tokens of its slice. Ranks
+    along DP have different tokens, so each gets its own rows, also where the trainer broadcasts the tokens along DP.
     """
     images = encoder.pieces
     length = images.length.astype(np.int64)

@@ -53,7 +53,9 @@ def _as_axes(value: object) -> tuple[str, ...]:
     found = [axis.upper() if isinstance(axis, str) else axis for axis in cast("Collection[object]", axes)]
     for number, axis in enumerate(found):
         if axis not in get_args(_Axis):
-            raise Fault(f"expected {name_choices(get_args(_Axis))}; no other ranks hold the same tokens", at=(number,))
+            raise Fault(
+                f"expected {name_choices(get_args(_Axis))}; the trainer cannot broadcast along others", at=(number,)
+            )
     return tuple(cast("list[str]", found))
 
 

@@ -70,6 +70,8 @@ class Change:
     failed: bool = False
     """Whether it was parked because it could not be read; False if a caller asked for it."""
     mesh: ClientPlaceTree | None = None
+    hosts: int | None = None
+    """Constructor hosts of that mesh, where they are given; they decide nothing that is in a step."""
     id: str = ""
     """The caller's id of the change; empty where no caller asked for it."""
 
@@ -79,7 +81,7 @@ class Change:
         if self.mixture is not None:
             head["mixture"] = mixture_to_json(self.mixture)
         if self.mesh is not None:
-            head["mesh"] = self.mesh.sizes()
+            head |= {"mesh": self.mesh.sizes()} | ({} if self.hosts is None else {"hosts": self.hosts})
         elif self.add is not None:
             head |= {"add": source_to_json(self.add), "weight": self.weight} | ({} if self.joins else {"joins": False})
         elif self.kind == "sources":
@@ -105,7 +107,7 @@ class Change:
         if kind == "mixture":
             return replace(found, mixture=Mixture.from_mapping(entry["mixture"]))
         if kind == "mesh":
-            return replace(found, mesh=ClientPlaceTree.from_sizes(entry["mesh"]))
+            return replace(found, mesh=ClientPlaceTree.from_sizes(entry["mesh"]), hosts=entry.get("hosts"))
         if kind not in ROSTER_KINDS:
             raise ValueError(f"kind {kind!r}")
         if kind == "sources" and "add" in entry:
@@ -234,6 +236,11 @@ class InputLog:
         """Return (first step, mesh) of every mesh that the stream was given while it ran, in order of steps."""
         found = {change.at: change.mesh for change in self.changes if change.mesh is not None}
         return sorted(found.items(), key=lambda pair: pair[0])
+
+    def hosts(self) -> dict[int, int]:
+        """Return the constructor hosts that meshes were given while the stream ran, by their number of ranks."""
+        given = (change for change in self.changes if change.mesh is not None)
+        return {one.mesh.world_size: one.hosts for one in given if one.mesh is not None and one.hosts is not None}
 
     def mesh_at(self, step: int) -> ClientPlaceTree | None:
         """Return the mesh in force at a step; None while that is the mesh of the launch."""

@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -129,6 +129,17 @@ class Place:
         at, cp = self.mesh.coords(self.rank), self.mesh.cp
         places = (divmod(number, cp) for number in range(first, first + count))
         return tuple(self.mesh.rank(pp=at.pp, dp=dp, cp=part, tp=at.tp) for dp, part in places)
+
+    def at_bucket(self, axis: str, bucket: int) -> Place:
+        """Return the place in another bucket of a plan that corresponds to this one.
+
+        Example:
+            >>> Place(ClientPlaceTree(dp=2, cp=2, tp=2), rank=3).at_bucket("DP", 1).rank
+            7
+        """
+        at = self.mesh.coords(self.rank)
+        dp, cp = divmod(bucket, self.mesh.cp) if axis == "CP" else (bucket, at.cp)
+        return Place(self.mesh, self.mesh.rank(pp=at.pp, dp=dp, cp=cp, tp=at.tp))
 
 
 class BatchMeta:
@@ -342,6 +353,7 @@ class Step:
         source_names: tuple[str, ...] = (),
         encoders: Mapping[str, Callable[[], Batch]] | None = None,
         place: Place | None = None,
+        others: Mapping[int, Microbatches[Batch]] | None = None,
     ) -> None:
         self.index = header.index
         self.global_loss_tokens = header.global_loss_tokens
@@ -369,6 +381,16 @@ class Step:
         self.place = place
         """This rank in the mesh of the step."""
         self.microbatches = microbatches
+        self.axis = header.axis
+        """What the step distributes samples over: "DP", or "CP" (hybrid data parallelism)."""
+        self.bucket = header.bucket
+        """The bucket of that axis that this rank consumes; `mesh.consumers(axis, bucket)` are all ranks that do."""
+        self.group = tuple(header.group)
+        """(bucket, number of microbatches) of all buckets that the ranks of its broadcast group consume, where these
+        are several (`broadcast_at("DP")`)."""
+        self.fetched: Mapping[int, Microbatches[Batch]] = {header.bucket: microbatches} if header.fetches else {}
+        """By bucket all microbatches that this rank fetches: its own, and those that it broadcasts to others."""
+        self.fetched = {**self.fetched, **(others or {})}
         self._encoders = encoders or {}
 
     @cached_property
@@ -472,13 +494,17 @@ class Client:
         step, feed, place = header.index, self._feed, Place(header.mesh, self.rank)
 
         @functools.cache
-        def fetch(microbatch: int) -> Batch:
-            batch = Batch(feed.microbatch(step, microbatch), header.names, place)
+        def fetch(microbatch: int, to: Place = place, first: int = 0) -> Batch:
+            batch = Batch(feed.microbatch(step, first + microbatch), header.names, to)
             self.fetched_bytes += batch.nbytes
             return batch
 
-        encoders = {name: functools.partial(fetch, ENCODERS[name]) for name in header.encodes}
-        return Step(header, Microbatches(fetch, header.num_microbatches), header.names, encoders, place)
+        encoders = {name: partial(fetch, ENCODERS[name]) for name in header.encodes}
+        own, others = header.num_microbatches, dict[int, Microbatches[Batch]]()
+        for bucket, count in header.group[1:] if header.fetches else ():
+            others[bucket] = Microbatches(partial(fetch, to=place.at_bucket(header.axis, bucket), first=own), count)
+            own += count
+        return Step(header, Microbatches(fetch, header.num_microbatches), header.names, encoders, place, others)
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send metrics of a step to the planner, such as `{"loss/web": 2.1}`. They take effect at step + lag."""

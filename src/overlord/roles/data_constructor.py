@@ -38,6 +38,7 @@ class _Places:
     def __init__(self, tree: ClientPlaceTree) -> None:
         self.bucket_of = functools.cache(tree.bucket_of)
         self.fetches = functools.cache(tree.fetches)
+        self.group = functools.cache(lambda *at: tuple(tree.group_buckets(*at)))
         self.views: dict[tuple[int, tuple[str, ...]], tuple[dict[str, str], dict[str, int]]] = {}
         """By rank and array names, the view of a rank."""
         self.wanted: dict[Any, Wanted] = {}
@@ -109,7 +110,9 @@ class DataConstructor:
         known, tree = self._places(plan.mesh).wanted, plan.mesh
         by_ranks = (plan.axis, plan.broadcast, bucket, ranks)
         if by_ranks not in known:
-            there = tree.consumers(plan.axis, bucket) if ranks is None else ranks
+            there = ranks
+            if there is None:
+                there = tuple({tree.fetcher_of(r, plan.broadcast) for r in tree.consumers(plan.axis, bucket)})
             places = tuple(sorted({(at.cp, at.pp) for r in there if self.fetches(r, plan) for at in [tree.coords(r)]}))
 
             def wanted(key: str) -> tuple[int, ...]:
@@ -172,7 +175,7 @@ class DataConstructor:
 
     def bins_of(self, ranks: Collection[int], plan: LoadingPlan) -> list[tuple[int, int]]:
         """Return every (bucket, microbatch) that some ranks fetch, in the order in which they are needed."""
-        buckets = sorted({self.bucket_of(rank, plan) for rank in ranks if self.fetches(rank, plan)})
+        buckets = sorted({bucket for rank in ranks for bucket in self._fetched(rank, plan)})
         encoded = [(rank, ENCODERS[name]) for name in plan.encoders for rank in sorted(set(ranks))]
         counts = plan.microbatch_counts
         most = max((int(counts[bucket]) for bucket in buckets), default=0)
@@ -180,14 +183,36 @@ class DataConstructor:
 
     def wanted_by(self, ranks: Collection[int], plan: LoadingPlan) -> Callable[[int, int], bool]:
         """Return a function that says whether some ranks fetch a (bucket, microbatch), without listing them all."""
-        buckets = {self.bucket_of(rank, plan) for rank in ranks if self.fetches(rank, plan)}
+        buckets = {bucket for rank in ranks for bucket in self._fetched(rank, plan)}
         return lambda bucket, microbatch: bucket in (ranks if microbatch < 0 else buckets)
 
     def bin_of(self, rank: int, plan: LoadingPlan, microbatch: int) -> tuple[int, int] | None:
-        """Return the (bucket, microbatch) that holds a rank's view; None if it has none."""
+        """Return the (bucket, microbatch) that holds a rank's view; None if it has none.
+
+        A rank that fetches several buckets for its broadcast group counts on from its own microbatches to those of the
+        next bucket.
+        """
         if microbatch < 0:
             return (rank, microbatch) if any(ENCODERS[name] == microbatch for name in plan.encoders) else None
-        return (self.bucket_of(rank, plan), microbatch) if self.fetches(rank, plan) else None
+        for bucket in self._fetched(rank, plan):
+            count = int(plan.microbatch_counts[bucket])
+            if microbatch < count:
+                return bucket, microbatch
+            microbatch -= count
+        return None
+
+    def takes(self, rank: int, plan: LoadingPlan, place: tuple[int, int]) -> bool:
+        """Whether a rank fetches a (bucket, microbatch)."""
+        bucket, microbatch = place
+        return bucket == rank if microbatch < 0 else bucket in self._fetched(rank, plan)
+
+    def _fetched(self, rank: int, plan: LoadingPlan) -> tuple[int, ...]:
+        """Return the buckets that a rank fetches, its own first."""
+        return self._group(rank, plan) if self.fetches(rank, plan) else ()
+
+    def _group(self, rank: int, plan: LoadingPlan) -> tuple[int, ...]:
+        """Return the buckets that a rank's broadcast group consumes."""
+        return self._places(plan.mesh).group(plan.axis, rank, plan.broadcast)
 
     def fetches(self, rank: int, plan: LoadingPlan) -> bool:
         """Whether a rank fetches its data itself."""
@@ -195,10 +220,14 @@ class DataConstructor:
 
     def header_of(self, rank: int, plan: LoadingPlan, labels: int) -> StepHeader:
         """Return the header of a step for the client of a rank; `labels` are those of all ranks."""
+        bucket, group = self.bucket_of(rank, plan), self._group(rank, plan)
         return StepHeader(
             index=plan.step,
             names=plan.draw.names,
-            num_microbatches=int(plan.microbatch_counts[self.bucket_of(rank, plan)]),
+            num_microbatches=int(plan.microbatch_counts[bucket]),
+            axis=plan.axis,
+            bucket=bucket,
+            group=tuple((one, int(plan.microbatch_counts[one])) for one in group) if len(group) > 1 else (),
             fetches=self.fetches(rank, plan),
             encodes=tuple(plan.encoders),
             mixture_version=plan.draw.mixture_version,

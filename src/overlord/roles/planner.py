@@ -301,14 +301,19 @@ class Planner:
         self.inputs.add_change(Change("skip", at, count=count, id=change_id))
         return at
 
-    def reshard(self, tree: ClientPlaceTree, at_step: int | None = None, *, change_id: str = "") -> int:
-        """Change the mesh from a step that is not planned (default: the next) on; return that step."""
+    def reshard(
+        self, tree: ClientPlaceTree, at_step: int | None = None, *, change_id: str = "", hosts: int | None = None
+    ) -> int:
+        """Change the mesh from a step that is not planned (default: the next) on; return that step.
+
+        `hosts` are written down for a supervisor that recovers.
+        """
         made = self.inputs.step_of(change_id)
         if made is not None:
             return made
         at = self._effective("reshard", at_step)
         self._check_mesh(tree)
-        self.inputs.add_change(Change("mesh", at, mesh=tree, id=change_id))
+        self.inputs.add_change(Change("mesh", at, mesh=tree, hosts=hosts, id=change_id))
         return at
 
     def _check_mesh(self, tree: ClientPlaceTree) -> None:

@@ -102,7 +102,8 @@ class Trainers:
 
 def digests_of(step: Step) -> list[str]:
     """Return the digests of everything that a rank gets in a step."""
-    found = [batch.digest() for batch in step.microbatches]
+    fetched = (batches for bucket, batches in step.fetched.items() if bucket != step.bucket)
+    found = [batch.digest() for batches in (step.microbatches, *fetched) for batch in batches]
     return found + [one.digest() for one in (step.encoder, step.audio_encoder) if one is not None]
 
 

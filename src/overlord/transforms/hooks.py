@@ -316,7 +316,7 @@ def microbatch_part(
 ) -> MicrobatchPart:
     """Return what a hook is given of one microbatch; `media` are its items and the segment of each."""
     table, (items, segment) = samples.pieces, media
-    places = expand_ranges(table.first[chosen], table.length[chosen])
+    places = expand_ranges(table.places(chosen), table.length[chosen])
     source, epochs, rows, starts = table.origin[:4, chosen]
     inside = plan.pieces.start[
         chosen

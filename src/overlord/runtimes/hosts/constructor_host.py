@@ -274,6 +274,11 @@ class ClientServer:
         self._server.start()
 
     @property
+    def clients(self) -> int:
+        """How many are attached."""
+        return len(self._context.connections)
+
+    @property
     def view_bytes(self) -> int:
         """Shared memory in use."""
         return self._context.arena.used_bytes
@@ -318,6 +323,11 @@ class ConstructorHost(RoleHost):
         self._served = -1
         self._progress = threading.Event()
 
+    @property
+    def clients(self) -> int:  # type: ignore[override]
+        """How many clients are attached."""
+        return self._host.clients if hasattr(self, "_host") else 0
+
     def await_progress(self, timeout_s: float) -> int:
         self._progress.wait(timeout_s)
         self._progress.clear()
@@ -333,20 +343,20 @@ class ConstructorHost(RoleHost):
         workers = self._workers_for("workers")
         planner = RemotePlanner(self._peers, self._blobs, self._site["number"], message.step)
         loaders = RemoteLoaders(self._peers, planner)
-        prepared, number, hosts = self._prepared, self._site["number"], self._site["hosts"]
+        prepared, number = self._prepared, self._site["number"]
         self._constructor = make_constructor(prepared, loaders, workers)
         host = ClientServer(
             self._options,
             self._constructor,
             planner,
-            ranks_of=lambda tree: ranks_of_host(number, hosts, tree.world_size),
+            ranks_of=lambda tree: ranks_of_host(number, self._hosts_of(tree.world_size), tree.world_size),
             read_bytes=lambda: loaders.buffer_bytes,
             successor=self._peers.me[1] > 1,
             served=self._note_served,
         )
         self._host = host
         self._ends.callback(host.close)
-        self._ends.enter_context(host.listen(self._claim_folder() / socket_name(number, hosts)))
+        self._ends.enter_context(host.listen(self._claim_folder() / socket_name(number, self._site["hosts"])))
         return Nothing()
 
     def tell_progress(self, message: Nothing) -> Nothing:

@@ -342,10 +342,12 @@ class _StagedStep:
 class StagedSteps:
     """Hands every constructor host its part of each step."""
 
-    def __init__(self, fleet: LoaderFleet, *, hosts: int, budget_bytes: int, all_columns: bool = False) -> None:
+    def __init__(
+        self, fleet: LoaderFleet, *, hosts_of: Callable[[int], int], budget_bytes: int, all_columns: bool = False
+    ) -> None:
         self._fleet = fleet
         self._all_columns = all_columns
-        self._hosts = hosts
+        self._hosts_of = hosts_of
         self._budget = budget_bytes
         self._staged: OrderedDict[_Asked, _StagedStep] = OrderedDict()
         self._lock = threading.Lock()
@@ -389,7 +391,9 @@ class StagedSteps:
             if found is not None:
                 return found
             orders = [_order_of(plan, source, part) for source, part in asked[1]]
-            if self._hosts > 1:  # several hosts must know alike which media decode: they are told
+            if (
+                self._hosts_of(plan.mesh.world_size) > 1
+            ):  # several hosts must know alike which media decode: they are told
                 early, samples_of = known_early(plan), plan.draw.samples_of
                 orders = [dataclasses.replace(o, open_media=bool(early[samples_of(o.source)].any())) for o in orders]
             staged = _StagedStep(_told(plan, asked[1], self._fleet.hand_over(orders)))

@@ -100,7 +100,7 @@ class LoaderHost(RoleHost):
         self._ends.callback(fleet.interrupt)
         self._host = StagedSteps(
             fleet,
-            hosts=self._site["hosts"],
+            hosts_of=self._hosts_of,
             budget_bytes=self._options.budget_bytes // 2,
             all_columns=self._options.constructor_do_plan is not None,
         )

@@ -109,7 +109,7 @@ class PlannerHost(RoleHost):
         self._put_bytes = self._plans_put = self._numbers = 0
         self._led = -1
         self._putting = threading.Lock()
-        return FirstStep(planner.first_step)
+        return FirstStep(planner.first_step, planner.inputs.hosts())
 
     def _go_back(self) -> None:
         self.rewound = True
@@ -138,7 +138,7 @@ class PlannerHost(RoleHost):
             following = self._host.planner.meshes.at(asked.step + 1)
             next_mesh = None if following == found.mesh else mesh_to_text(following)
             world_size = found.mesh.world_size
-            ranks = ranks_of_host(asked.host, self._site["hosts"], world_size)
+            ranks = ranks_of_host(asked.host, self._hosts_of(world_size), world_size)
             others = {rank for rank in asked.news.positions if rank < world_size} - set(ranks)
             if self._blobs is None:
                 return PlanAnswer(next_mesh=next_mesh, plan=found)

@@ -89,6 +89,8 @@ class RoleHost:
 
     rewound = False
     """Whether all ranks go back to an earlier step: told with every beat, so that the service is started again."""
+    clients = 0
+    """How many clients are attached to a constructor host."""
     sources_opened = 0
     """How many sources a loader host has opened so far."""
 
@@ -120,6 +122,10 @@ class RoleHost:
     def prepared(self) -> Prepared:
         """The job, made ready on this host."""
         return self._prepared
+
+    def _hosts_of(self, world_size: int) -> int:
+        """Return how many constructor hosts a mesh of so many ranks has."""
+        return self._peers.membership.hosts.get(world_size, int(self._site["hosts"]))
 
     def await_progress(self, timeout_s: float) -> int:
         """Return the newest step that a client has come to (-1: none); at once where that is news."""

@@ -285,7 +285,7 @@ def answer(planner: Planner, request: Any) -> Reply:
             return msg.ChangedAt(change_source(planner, request.change, request.source, request.step, request.id))
         case msg.Reshard():
             tree = ClientPlaceTree.from_sizes(request.mesh)
-            at = planner.reshard(tree, request.step, change_id=request.id)
+            at = planner.reshard(tree, request.step, change_id=request.id, hosts=request.hosts)
             return msg.Resharded(at, planner.meshes.newest.sizes())
         case msg.FindBeginning():
             begin, meshes = planner.meshes.begin_of(request.rank), planner.meshes

@@ -442,8 +442,8 @@ class StepCache:
         built = self.built.get(key)
         if built is None:
             return False
-        bin_of = self._constructor.bin_of
-        return all(rank in built.views or bin_of(rank, built.plan, key[2]) != key[1:] for rank in ranks)
+        takes = self._constructor.takes
+        return all(rank in built.views or not takes(rank, built.plan, key[1:]) for rank in ranks)
 
     def find(self, key: Bin, rank: int) -> Built | None:
         """Return a microbatch that is built for a rank."""
@@ -457,8 +457,8 @@ class StepCache:
         next_mesh = self.next_meshes.get(plan.step) if following is None else mesh_to_text(following.mesh)
         if next_mesh != header.mesh_text:
             header = msgspec.structs.replace(header, next_mesh_text=next_mesh)
-        bucket = self._constructor.bin_of(rank, plan, 0)
-        places = {n: (plan.step, bucket[0], n) for n in range(min(header.num_microbatches, AT_ONCE)) if bucket}
+        bins = (self._constructor.bin_of(rank, plan, number) for number in range(AT_ONCE))
+        places = {n: (plan.step, *one) for n, one in enumerate(itertools.takewhile(bool, bins)) if one is not None}
         places |= {ENCODERS[name]: (plan.step, rank, ENCODERS[name]) for name in header.encodes}
         return header, places
 
@@ -478,7 +478,7 @@ class StepCache:
     def build(self, plan: LoadingPlan, gathered: Gathered, place: tuple[int, int]) -> Built:
         """Build one microbatch of one bucket in shared memory, with what each of its ranks is told of it."""
         constructor = self._constructor
-        ranks = tuple(rank for rank in sorted(gathered.ranks) if constructor.bin_of(rank, plan, place[1]) == place)
+        ranks = tuple(rank for rank in sorted(gathered.ranks) if constructor.takes(rank, plan, place))
         segment, packed = _pack(constructor, self._arena, plan, gathered.samples, place, ranks)
         return Built(segment, packed, plan, {rank: view_facts(constructor, rank, plan, packed) for rank in ranks})
 

@@ -191,6 +191,28 @@ def room_for(site: Site, nodes: Sequence[Node], sidecars: Collection[str]) -> No
     return min(roomy, key=lambda node: (node.id not in sidecars, -node.cpus, node.id))
 
 
+def next_trainer_host(site: Site, nodes: Sequence[Node], taken: Collection[str]) -> Node:
+    """Return where a further constructor host goes while the service runs: on a host of trainers that has none.
+
+    Raises:
+        SpecError: No such host has room.
+
+    Example:
+        >>> nodes = [Node("a", "gpu-0", 8, accelerators=8), Node("b", "gpu-1", 8, accelerators=8), Node("c", "cpu", 64)]
+        >>> next_trainer_host(Site("constructor", nodes[0], 1.0, 1), nodes, {"a"}).name
+        'gpu-1'
+    """
+    free = [node for node in _trainer_hosts(nodes) if node.id not in taken]
+    roomy = [node for node in free if node.cpus + _ROUNDING >= site.cpus]
+    if not roomy:
+        raise SpecError(
+            f"reshard: no further host of trainers for the {site.name} (without one: {_names(free) or 'none'}); ranks "
+            f"there would have no data, and nothing has changed. Add hosts, mark them with the resource {TRAINER!r}, "
+            "or give fewer hosts=."
+        )
+    return roomy[0]
+
+
 def place_here(options: ClusterOptions | None, *, world_size: int, names: Sequence[str], threads: int) -> list[Site]:
     """Return sites on this host, which has room for all of them; without options, in this process."""
     name = "this process" if options is None else "this host"

@@ -41,6 +41,8 @@ class RoleInstance:
     """The newest step that a client of it is known to have come to."""
     asleep: bool = False
     """Whether it is not to run at the moment."""
+    clients: int = 0
+    """Clients that are attached to it."""
     rewound: bool = False
     """Whether it reported that all ranks go back to an earlier step."""
     told: Pending | None = field(default=None, repr=False)
@@ -85,6 +87,8 @@ class RoleTable:
         """Of the newest membership."""
         self.failed: str | None = None
         """Why the service cannot go on, if so."""
+        self.hosts: dict[int, int] = {}
+        """Constructor hosts of meshes that were given others than the launch, by their number of ranks."""
 
     def running(self, role: str | None = None) -> list[RoleInstance]:
         """Return the roles that are to run, all or of one kind."""
@@ -122,7 +126,7 @@ class RoleTable:
             self.version += 1
             living = {name: one.peer for name, one in self.roles.items() if one.peer is not None}
             generations = {name: one.generation for name, one in self.roles.items()}
-            membership = Membership(self.version, generations, living, self.assignment, self.failed)
+            membership = Membership(self.version, generations, living, self.assignment, self.failed, dict(self.hosts))
             self.peers.learn(membership)
             for one in self.roles.values():
                 peer = one.peer or one.coming

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from overlord.core.client_messages import AddSource, ChangedAt, Document, GetStatus, Message, Request
+from overlord.core.client_messages import AddSource, ChangedAt, Document, GetStatus, Message, Request, Reshard
 from overlord.core.messages import (
     BeginPlanning,
     Close,
@@ -63,6 +63,7 @@ from overlord.runtimes.launching.service_options import ServiceOptions, unpack
 from overlord.runtimes.supervision.child import Backoff, Limits, Liveness
 from overlord.runtimes.supervision.role_table import MOST_TRIES, RoleInstance, RoleTable
 from overlord.runtimes.supervision.service_process import REWOUND, SERVED
+from overlord.runtimes.supervision.trainer_hosts import TrainerHosts
 from overlord.runtimes.transport.engine import Engine, Peer, PeerGone, Pending
 from overlord.runtimes.transport.listener import CONTROL, answer_requests, listen
 from overlord.runtimes.transport.role_codec import unwrap
@@ -171,6 +172,9 @@ class Supervisor:
         self._peers = self.table.peers
         self.hosts = HostChanges(self.table, engine, self._start, per_host)
         """Deals workers to loader hosts."""
+        cluster = options.cluster is not None and options.cluster.engine == "ray"
+        self.trainers = TrainerHosts(self.table, engine, self._start, self._limits, cluster=cluster)
+        """Starts and ends constructor hosts."""
         self._added = AddedSources(self.table)
         self._closing = threading.Event()
         self._idle = idle or self._closing.wait
@@ -219,6 +223,7 @@ class Supervisor:
         for one in awake:
             one.pid = self._call(one, "alive", Nothing()).pid
             self.table.watch_from_now(one)
+        self.trainers.resume(first.hosts)
 
     def watch(self) -> None:
         """Look after the roles from now on, in a thread."""
@@ -228,6 +233,8 @@ class Supervisor:
         """Answer the owner of the service: its planner does."""
         if isinstance(request, AddSource):
             return ChangedAt(self._added.add(request))
+        if isinstance(request, Reshard) and request.hosts is not None:
+            return self.trainers.reshard(request)
         if not isinstance(request, GetStatus):
             return self._peers.insist(PLANNER, "ask", request)
         if not self._last_status or not (self.table.failed or self.peer(PLANNER) is None):
@@ -291,6 +298,7 @@ class Supervisor:
             if lost and not self._closing.is_set():
                 self._lose(lost)
             served = max(one.served for one in roles.values())
+            self.trainers.end_left(served)
             if roles[PLANNER].rewound:
                 self._rewind()
         if served > self._served:
@@ -326,6 +334,7 @@ class Supervisor:
             one.liveness.heard(now)
             one.rewound = heartbeat.rewound
             one.served = max(one.served, heartbeat.served)
+            one.clients = heartbeat.clients
             one.beat = one.peer.ask("beat", Nothing())
             if heartbeat.version < self.table.version:
                 one.told = self.table.introduce(one.peer)
@@ -352,8 +361,12 @@ class Supervisor:
             self._engine.kill(one.peer, one.site, one.pid)
             one.restarts.failed(why, self._clock() - one.started_at)
             one.restarts.count += 1
-            self.table.went_down(one)
-            logger.warning("the %s %s; it is replaced", one.site.name, why)
+            leaves = self.trainers.leaves(one, self._served)
+            self.table.went_down(one, asleep=leaves)
+            logger.warning("the %s %s; it is %s", one.site.name, why, "not needed any more" if leaves else "replaced")
+            if leaves:
+                self.trainers.forget(one)
+        lost = [(one, why) for one, why in lost if not one.asleep]
         hosts = {one.site.number for one, _ in lost if one.site.role == "loader"}
         before, self.table.assignment = self.table.assignment, promote(self.table.assignment, hosts)
         promoted = sum(a != b for a, b in zip(before.primary, self.table.assignment.primary, strict=True))

@@ -8,7 +8,7 @@ Rules of this file:
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from overlord.core.messages import MembershipHead
@@ -58,16 +58,21 @@ class Membership:
     assignment: Assignment
     failed: str | None = None
     """Why the service cannot go on, if so."""
+    hosts: Mapping[int, int] = field(default_factory=dict[int, int])
+    """Constructor hosts of meshes that were given others than the launch, by their number of ranks."""
 
     def head(self) -> MembershipHead:
         """Return all but the peers."""
         now = self.assignment
-        return MembershipHead(self.version, dict(self.generations), now.primary, now.shadow, self.failed)
+        return MembershipHead(
+            self.version, dict(self.generations), now.primary, now.shadow, self.failed, dict(self.hosts)
+        )
 
     @classmethod
     def from_head(cls, head: MembershipHead, peers: Mapping[str, Peer]) -> Membership:
         """Read a membership whose peers came beside it."""
-        return cls(head.version, head.generations, peers, Assignment(head.primary, head.shadow), head.failed)
+        assignment = Assignment(head.primary, head.shadow)
+        return cls(head.version, head.generations, peers, assignment, head.failed, head.hosts)
 
 
 class Engine(Protocol):
@@ -97,7 +102,9 @@ class Engine(Protocol):
         ...
 
     def reserve(self, site: Site, sidecars: Collection[str]) -> Site:
-        """Find room for a loader host beyond those of the launch, and reserve it: on hosts of trainers first.
+        """Find room for a host beyond those of the launch, and reserve it; `sidecars` are the hosts of trainers in use.
+
+        A loader host goes there first, a constructor host to the next host of trainers.
 
         Raises:
             SpecError: There is none.

@@ -172,8 +172,9 @@ def _socket_of(folder: Path, rank: int | None, address: str) -> Path:
     if len(sockets) == 1:
         return sockets[0]
     ranks = _ranks_with(sockets, rank)
-    places = {path: path.name.split("-")[1::2] for path in sockets}
-    planned = [path for path, (number, of) in places.items() if rank in ranks_of_host(int(number), int(of), ranks)]
+    places = {path: [int(part) for part in path.name.split("-")[1::2]] for path in sockets}
+    hosts = max((of for _, of in places.values()), default=1)  # those that came with another mesh know of more
+    planned = [path for path, (number, _) in places.items() if rank in ranks_of_host(number, hosts, ranks)]
     if not planned:
         raise ServiceLost(
             f"no constructor host on this machine serves rank {rank} of {address} (here: "

@@ -40,6 +40,7 @@ from overlord.runtimes.launching.cluster_placement import (
     Node,
     Site,
     cpus_needed,
+    next_trainer_host,
     place,
     room_for,
 )
@@ -142,7 +143,7 @@ class RayEngine:
         self._group = _reserve(sites, folder.name, limits.ray_reserve)
         self._limits = limits
         self._spares: dict[str, Any] = {}
-        """Placement groups of loader hosts beyond those of the launch."""
+        """Placement groups of hosts beyond those of the launch."""
         self._unused: set[str] = set()
         """Those of them that no actor has been started in."""
         self._actor, self._bundle = ray.remote(concurrency_groups={"aside": ASIDE_THREADS})(Host), ray.put(bundle)
@@ -164,8 +165,11 @@ class RayEngine:
             max_restarts=0,
             max_concurrency=16 + 4 * self._hosts,
             scheduling_strategy=where,
-        ).remote(self._bundle, sys.path, str(self._folder), site.facts(self._hosts) | {"generation": generation})
+        ).remote(self._bundle, sys.path, str(self._folder), self._facts(site) | {"generation": generation})
         return RayPeer(handle)
+
+    def _facts(self, site: Site) -> dict[str, Any]:
+        return site.facts(max(self._hosts, site.number + 1) if site.role == "constructor" else self._hosts)
 
     def introduce(self, peer: Peer, membership: Membership) -> Pending:
         """Send an actor the membership of peers."""
@@ -203,8 +207,9 @@ class RayEngine:
         return dataclasses.replace(site, node=others[0])
 
     def reserve(self, site: Site, sidecars: Collection[str]) -> Site:
-        """Reserve CPUs for a further loader host: on the hosts of trainers while they have some, then on others."""
-        site = dataclasses.replace(site, node=room_for(site, nodes_of_cluster(), sidecars))
+        """Reserve CPUs for a further host: loaders beside trainers or else elsewhere, a constructor beside trainers."""
+        find = room_for if site.role == "loader" else next_trainer_host
+        site = dataclasses.replace(site, node=find(site, nodes_of_cluster(), sidecars))
         self._spares[site.name] = _reserve([site], f"{self._folder.name}/{site.name}", self._limits.ray_reserve)
         self._unused.add(site.name)
         return site

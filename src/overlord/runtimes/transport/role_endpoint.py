@@ -108,7 +108,8 @@ class RoleEndpoint:
         oldest = min(self._running.copy().values(), default=None)
         busy_s = 0.0 if oldest is None else time.monotonic() - oldest
         rewound = self._failed is None and self._role is not None and self._role.rewound
-        return answer_to_frame(Heartbeat(self.peer_client.version, busy_s, rewound, served))
+        clients = 0 if self._role is None else self._role.clients
+        return answer_to_frame(Heartbeat(self.peer_client.version, busy_s, rewound, served, clients))
 
 
 def finished(answer: Any) -> Any:

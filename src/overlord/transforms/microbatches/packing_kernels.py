@@ -37,6 +37,8 @@ def pack(  # noqa: PLR0913 - a kernel takes plain arrays
     loss: Array,
     first: Array,
     first_loss: Array,
+    runs: tuple[Array, Array],
+    loss_runs: tuple[Array, Array],
     length: Array,
     plain: Array,
     counted: Array,
@@ -57,8 +59,9 @@ def pack(  # noqa: PLR0913 - a kernel takes plain arrays
     `offsets` say where arrays begin in the buffer (`FIELDS`), -1 for what is not there; `stride` how many elements the
     slices of two ranks are apart. `slots` [field, rank] says which slice of an array a rank's is, -1 where the array is
     not made for it. `first` (in the tokens), `first_loss`, `length`, `plain` (whether all tokens count), `counted`
-    (labels) and `origin` are of all pieces of the step, `pieces` (first, count) those of this microbatch. `cutting` is
-    (slices, chunks of a segment, ranks that share it), with no chunks where runs are given instead.
+    (labels) and `origin` are of all pieces of the step, `pieces` (first, count) those of this microbatch. Where only
+    `runs` of samples are here, `first` and `first_loss` are keys of them. `cutting` is (slices, chunks of a segment,
+    ranks that share it), with no chunks where the cut is given instead (`run_segment` and others).
     """
     # The whole microbatch is written in one call: a copy of 8,192 tokens takes 15 us, so the cost of every array made
     # in Python would be visible. Each key has its own loop over all runs: a call per run, with its reference counting,
@@ -74,6 +77,8 @@ def pack(  # noqa: PLR0913 - a kernel takes plain arrays
     source, marks, filled, ahead, counts = _sources(
         first, first_loss, length, plain, begin, count, run_segment, run_begin, run_length
     )
+    _look_up(source, runs[0], runs[1])
+    _look_up(marks, loss_runs[0], loss_runs[1])
     places = np.empty((len(slots), len(run_place)), np.int64)
     for field in range(len(slots)):
         for run in range(len(run_place)):
@@ -142,6 +147,19 @@ def _sources(
         ahead[run] = min(max(whole - 1 - skipped[run], 0), size[run])
         counts[run] = there and plain[begin + segment[run]]
     return source, marks, filled, ahead, counts
+
+
+@numba.njit(nogil=True, cache=True)
+def _look_up(places: Array, keys: Array, begins: Array) -> None:
+    """Replace keys by the places of their tokens: each is in the last run that begins at or before it.
+
+    Keys of tokens that are not here have no meaning, and are not read.
+    """
+    if len(keys):
+        at = np.searchsorted(keys, places, side="right")
+        for i in range(len(places)):
+            run = max(at[i] - 1, 0)
+            places[i] += begins[run] - keys[run]
 
 
 # Indices below are unsigned: only where none can be negative does the compiler make vector code, which is four times
@@ -311,7 +329,8 @@ def warm_packing() -> None:
     one, nothing = np.ones(1, np.int64), np.empty(0, np.int64)
     pack(
         np.empty(512, np.uint8), (0, -1, -1, -1, -1, -1, 128, 256, -1, -1, -1), 2, np.ones(1, np.int32),
-        np.ones(1, np.uint8), np.zeros(1, np.int64), np.zeros(1, np.int64), one, np.ones(1, np.bool_), one,
+        np.ones(1, np.uint8), np.zeros(1, np.int64), np.zeros(1, np.int64), (nothing, nothing), (nothing, nothing),
+        one, np.ones(1, np.bool_), one,
         np.zeros((5, 1), np.int64), (0, 1), np.zeros(0, np.bool_), np.arange(2), np.zeros((6, 1), np.int64), (1, 1, 1),
         nothing, nothing, nothing, nothing, nothing,
     )  # fmt: skip

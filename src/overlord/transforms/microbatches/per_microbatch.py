@@ -178,9 +178,9 @@ def pack_microbatch(
     if given is not None and "tokens" in made:  # only the pieces of this microbatch, one behind the other
         table, tokens, loss, begin = table.alone(chosen), made["tokens"], np.array(given.loss.values), 0
     longest, _, labels = pack(
-        buffer, offsets, stride_of(one.width), tokens, loss, table.first, table.first_loss, table.length, table.plain,
-        table.labels, table.origin, (begin, chosen.stop - chosen.start), silent, one.cu, slots,
-        *_cutting(plan, one, ranks),
+        buffer, offsets, stride_of(one.width), tokens, loss, table.first, table.first_loss, table.runs,
+        table.loss_runs, table.length, table.plain, table.labels, table.origin, (begin, chosen.stop - chosen.start),
+        silent, one.cu, slots, *_cutting(plan, one, ranks),
     )  # fmt: skip
     if positions_at is not None:
         whole = _mrope(plan, packing, one, items, segment_of, media)

@@ -60,9 +60,14 @@ class PieceTable:
     """What packing needs of every piece of a plan, computed once per step and not once per microbatch."""
 
     first: Int64s
-    """The piece's first token in the joined tokens."""
+    """The piece's first token in the joined tokens; where a host has runs of its samples, its key in `runs`."""
     first_loss: Int64s
-    """The same in the joined loss masks, which need not be of the same samples."""
+    """The same in the joined loss masks, which need not be of the same tokens."""
+    runs: tuple[Int64s, Int64s]
+    """The keys (row << 32 | first token) of the runs of tokens that are here, sorted, and where each begins in the
+    joined tokens; empty where samples are whole."""
+    loss_runs: tuple[Int64s, Int64s]
+    """The same of the loss masks."""
     length: Int64s
     plain: Bools
     """Whether every token of its sample counts in the loss."""
@@ -75,15 +80,21 @@ class PieceTable:
 
     @staticmethod
     def of(
-        plan: LoadingPlan, tokens: Ragged, loss: Ragged, row_of: Int64s, chosen: Int64s | None, labels: Int64s | None
+        plan: LoadingPlan, tokens: Ragged, loss: Ragged, row_of: Int64s, share: Share | None, labels: Int64s | None
     ) -> PieceTable:
-        """Compute it for some pieces, by default for all; their labels are counted here unless they are given."""
+        """Compute it for the pieces of a share, by default for all; labels are counted here unless they are given."""
+        chosen = None if share is None else share.pieces
         pieces = plan.pieces if chosen is None else plan.pieces.take(chosen)
         meta, rows = plan.draw.meta, row_of[pieces.sample]
         columns = (plan.draw.source, meta["epoch"], meta["row"])
         start = pieces.start + meta["start"][pieces.sample]
         origin = np.array([*(column[pieces.sample] for column in columns), start, pieces.length], np.int64)
-        first, marks = tokens.offsets[rows] + pieces.start, loss.offsets[rows] + pieces.start
+        runs = loss_runs = (_NONE, _NONE)
+        if share is None:
+            first, marks = tokens.offsets[rows] + pieces.start, loss.offsets[rows] + pieces.start
+        else:
+            first = marks = (rows << 32) + pieces.start
+            runs, loss_runs = _keyed(share.tokens, row_of, tokens), _keyed(share.loss, row_of, loss)
         plain = rows_of_ones(loss.values, loss.offsets)[rows] if len(loss) else np.zeros(len(rows), np.bool_)
         length = pieces.length.astype(np.int64)
         if labels is None:
@@ -92,14 +103,31 @@ class PieceTable:
         if chosen is not None:  # pieces keep their numbers; pages of those of other hosts are never touched
             made = tuple(_spread(column, chosen, len(plan.pieces)) for column in made)
         first, marks, length, plain, labels, origin = made
-        return PieceTable(first, marks, length, plain, labels, origin, offsets_of(plan.in_batch))
+        behind = offsets_of(plan.in_batch)
+        return PieceTable(first, marks, runs, loss_runs, length, plain, labels, origin, behind)
+
+    def places(self, chosen: slice) -> Int64s:
+        """Return the first token of some pieces, whose samples are whole, in the joined tokens."""
+        keys, begins = self.runs
+        if not len(keys):
+            return self.first[chosen]
+        at = np.searchsorted(keys, self.first[chosen], side="right") - 1
+        return begins[at] + self.first[chosen] - keys[at]
 
     def alone(self, chosen: slice) -> PieceTable:
         """Return the table of a run of pieces whose tokens are one behind the other, without padding."""
         length = self.length[chosen]
         behind = offsets_of(length)
         origin = np.ascontiguousarray(self.origin[:, chosen])
-        return PieceTable(behind[:-1], behind[:-1], length, self.plain[chosen], self.labels[chosen], origin, behind)
+        nothing, columns = (_NONE, _NONE), (length, self.plain[chosen], self.labels[chosen])
+        return PieceTable(behind[:-1], behind[:-1], nothing, nothing, *columns, origin, behind)
+
+
+def _keyed(runs: Pieces, row_of: Int64s, column: Ragged) -> tuple[Int64s, Int64s]:
+    """Return the sorted keys of runs whose rows hold them one behind the other, and where each begins."""
+    keys = (row_of[runs.sample] << 32) + runs.start
+    order = np.argsort(keys, kind="stable")
+    return keys[order], column.offsets[0] + offsets_of(runs.length[order])[:-1]
 
 
 def _spread(column: npt.NDArray[Any], places: Int64s, count: int) -> npt.NDArray[Any]:
@@ -310,7 +338,7 @@ def join_payloads(plan: LoadingPlan, payloads: list[Payload], share: Share | Non
     return StepSamples(
         tokens=tokens,
         loss=loss,
-        pieces=PieceTable.of(plan, tokens, loss, row_of, chosen, labels),
+        pieces=PieceTable.of(plan, tokens, loss, row_of, share, labels),
         drawn=plan.draw.media if plan.encoders else None,
         items=items,
         count=len(plan.draw),
