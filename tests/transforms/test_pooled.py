@@ -135,11 +135,11 @@ class Deadly:
         self.signum = signum
         self.tokenizer = function.tokenizer
 
-    def __call__(self, rows: RowBatch) -> RowBatch:
+    def __call__(self, rows: RowBatch, *places) -> RowBatch:
         column = next(rows[name] for name in ("text", "data", "raw") if name in rows)
         if any(b"words" in bytes(column[row]) for row in range(num_rows(rows))):
             os.kill(os.getpid(), self.signum)
-        return self.function(rows)
+        return self.function(rows, *places)
 
 
 @pytest.mark.parametrize("texts", [["a", "words", "of"], ["words"], ["words", "words of", "a a a a"]])

@@ -108,6 +108,11 @@ class Group:
     """Rows of the whole group."""
     _cache: dict[int, tuple[Int64s, Int64s]] = field(default_factory=dict, repr=False, compare=False)
 
+    @property
+    def scattered(self) -> bool:
+        """Whether all of it are parts of blocks: a few rows of each."""
+        return self.whole and bool(self.is_part.all())
+
     def locate(self, start: int, count: int) -> tuple[Int64s, Int64s]:
         """Return (slot, row in the slot's block or part) of rows start .. start + count of the group's order."""
         stop = min(start + count, self.num_rows)

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.core.order import FileBlocks
-from overlord.core.ragged import Kind, RowBatch, num_rows, slice_rows
+from overlord.core.ragged import Kind, RowBatch, gather_columns, num_rows, slice_rows
 from overlord.errors import OverlordError, ReaderError, SourceError, SpecError
 from overlord.job.specs import Source
 from overlord.readers.arrow import ArrowReader
@@ -33,7 +33,7 @@ from overlord.readers.mds import MdsReader
 from overlord.readers.megatron import MegatronReader
 from overlord.readers.parquet import ParquetReader
 from overlord.readers.reader import BlockIndex, Reader, Rows, missing_column, reason_of, unreadable
-from overlord.readers.spill import SpilledBlocks, SpillPlace, spill_rows
+from overlord.readers.spill import SpilledBlock, SpilledBlocks, SpillPlace, spill_rows
 from overlord.readers.tar_shards import TarReader
 from overlord.storage import StorageOptions
 
@@ -225,6 +225,46 @@ class SourceFiles:
             spilled = self._spilled.add((file_number, block), lambda: decode(rows, 0, None), place)
         if spilled is not None:
             yield from spilled.rows(start, stop or 0, batch_rows)
+
+    def pick(
+        self, file_numbers: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
+    ) -> RowBatch | None:
+        """Return rows of blocks that are read in parts, in any order: the file, the block and the row in it of each.
+
+        None where parts cannot be looked up in spilled blocks; `stream` reads them. Where a part is a row or two, a
+        stream for each would cost more than its rows.
+
+        Raises:
+            As `stream`.
+        """
+        places = file_numbers << 32 | blocks
+        order = np.argsort(places, kind="stable")
+        found, first = np.unique(places[order], return_index=True)
+        parts: list[tuple[SpilledBlock, npt.NDArray[np.int64]]] = []
+        for place, chosen in zip(found.tolist(), np.split(order, first[1:]), strict=True):
+            spilled = self._spilled_block(place >> 32, place & 0xFFFFFFFF, int(rows[chosen[0]]))
+            if spilled is None:
+                return None
+            parts.append((spilled, chosen))
+        columns = parts[0][0].columns if parts else None
+        if columns is None or any(block.columns != columns for block, _ in parts):
+            return None
+        begin, sizes = np.empty((2, len(columns), len(rows)), np.int64)
+        try:
+            located = [(block.locate(rows[chosen], chosen, begin, sizes), chosen) for block, chosen in parts]
+            return gather_columns(columns, located, begin, sizes)
+        finally:
+            for block, _ in parts:
+                block.release()
+
+    def _spilled_block(self, file_number: int, block: int, row: int) -> SpilledBlock | None:
+        """Return a block from which parts are read, decoded now if it has to be; None where it needs no spill."""
+        found = self._spilled.find((file_number, block))
+        if found is None and self.spills_parts(file_number):
+            for _ in self.stream(file_number, block, skip=row, stop=row + 1, batch_rows=1):
+                pass  # a row of it has it decoded, with the attempts that it takes
+            found = self._spilled.find((file_number, block))
+        return found
 
     def listing_digest(self) -> str:
         """Return a hash of the names and sizes of the files, on which the stream depends.

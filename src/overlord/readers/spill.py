@@ -26,11 +26,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from overlord.core.order import MAX_STREAMS, SPAN_BYTES
-from overlord.core.ragged import Array, Ragged, RowBatch, num_bytes, num_rows, slice_rows
+from overlord.core.ragged import (
+    Array,
+    Ragged,
+    RowBatch,
+    gather_columns,
+    num_bytes,
+    num_rows,
+    slice_rows,
+)
 from overlord.errors import ReaderError
 from overlord.readers.reader import Rows, reason_of
 
@@ -45,6 +55,7 @@ _KEPT_BLOCKS = 4
 _ALIGNMENT = 8
 _ONE_AT_A_TIME = threading.Lock()
 
+Int64s = npt.NDArray[np.int64]
 Column = tuple[str, np.dtype[Any], bool]
 """A column of a spilled block: its name, the type of its values, and whether it is ragged."""
 
@@ -95,6 +106,28 @@ def spilled(batches: Rows, place: SpillPlace, batch_rows: int) -> Iterator[RowBa
         yield from block.rows(0, block.num_rows, batch_rows)
 
 
+@numba.njit(nogil=True, cache=True)
+def _locate(
+    words: Int64s, first_rows: Int64s, begins: Int64s, itemsizes: Int64s, rows: Int64s, at: Int64s, begin: Int64s,
+    sizes: Int64s,
+) -> None:  # fmt: skip
+    for number in range(len(rows)):
+        row, place = rows[number], at[number]
+        batch = np.searchsorted(first_rows, row, side="right") - 1
+        inside = row - first_rows[batch]
+        array = 0
+        for column in range(len(itemsizes)):
+            size = itemsizes[column]
+            if size < 0:
+                begin[column, place], sizes[column, place] = begins[batch, array] - size * inside, -size
+                array += 1
+                continue
+            offset = begins[batch, array] // 8 + inside
+            begin[column, place] = begins[batch, array + 1] + size * words[offset]
+            sizes[column, place] = size * (words[offset + 1] - words[offset])
+            array += 2
+
+
 class SpilledBlock:
     """The rows of one block on disk, readable from any row. Threads may share it.
 
@@ -110,6 +143,15 @@ class SpilledBlock:
         self._mapped = mapped
         self._batches = batches
         self._first_rows = first_rows
+        alike = all(columns is batches[0][0] for columns, _ in batches)
+        self.columns = batches[0][0] if alike else None
+        """Those of all batches; None if they have different ones."""
+        self._begins = np.array([begins for _, begins in batches], np.int64) if alike else None
+        """[batches, arrays]: where every array begins."""
+        self._itemsizes = np.array([dtype.itemsize * (1 if ragged else -1) for _, dtype, ragged in batches[0][0]])
+        """Negative for columns that are not ragged."""
+        self._first_rows_of = np.array(first_rows, np.int64)
+        self._memory, self._words = np.frombuffer(mapped, np.uint8), np.frombuffer(mapped, np.int64)
 
     @property
     def num_rows(self) -> int:
@@ -138,11 +180,26 @@ class SpilledBlock:
                     yield part
                     passed += num_bytes(part)
                     if passed >= RELEASE_BYTES:
-                        self._release_pages()
+                        self.release()
                         passed = 0
         finally:
             # Also after a row or two: the page cache may map 2 MB around a row that is touched.
-            self._release_pages()
+            self.release()
+
+    def locate(self, rows: Int64s, at: Int64s, begin: Int64s, sizes: Int64s) -> npt.NDArray[np.uint8]:
+        """Find some rows of the block; return the memory that they lie in.
+
+        Call `release` when they are copied: until then all pages that were touched stay in memory.
+
+        Args:
+            rows: The rows, in any order.
+            at: Their places in the tables.
+            begin: [columns, places]: where each row of each column begins in the memory, which is written here.
+            sizes: The same for its bytes.
+        """
+        assert self._begins is not None, "a block whose batches differ is read as a stream"
+        _locate(self._words, self._first_rows_of, self._begins, self._itemsizes, rows, at, begin, sizes)
+        return self._memory
 
     def _batch(self, number: int) -> RowBatch:
         # No parsing: where parts have a row or two, as those of images, a message of Arrow IPC took most of the time.
@@ -157,7 +214,8 @@ class SpilledBlock:
                 rows[name] = np.frombuffer(self._mapped, dtype, count, next(places))
         return rows
 
-    def _release_pages(self) -> None:
+    def release(self) -> None:
+        """Let go of the pages that were read."""
         if hasattr(self._mapped, "madvise"):
             self._mapped.madvise(mmap.MADV_DONTNEED)  # views of the pages stay valid and fault in again
 
@@ -208,6 +266,18 @@ class SpilledBlocks:
             size += sum(block.nbytes for block in self._blocks.values())
             while len(self._blocks) >= _KEPT_BLOCKS and (size > 2 * SPAN_BYTES or len(self._blocks) >= 2 * MAX_STREAMS):
                 size -= self._blocks.popitem(last=False)[1].nbytes
+
+
+def warm_spill() -> None:
+    """Load the kernels that look rows up."""
+    with tempfile.TemporaryFile() as handle:
+        handle.write(np.array([0, 1, 0], np.int64).tobytes())
+        handle.flush()
+        mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+    block = SpilledBlock(mapped, [((("", np.dtype(np.uint8), True),), array("q", [0, 16]))], [0, 1])
+    begin, sizes, rows = np.empty((1, 1), np.int64), np.empty((1, 1), np.int64), np.zeros(1, np.int64)
+    memory = block.locate(rows, rows, begin, sizes)
+    gather_columns(block.columns or (), [(memory, rows)], begin, sizes)
 
 
 def most_kept(total: int, largest: int) -> int:
