@@ -7,6 +7,11 @@
 
 Rounds alternate, so that noise of the machine falls on both sides; a figure is the ratio of the medians. N goes up to
 the cores that there are. PSS is that of the service with all its processes.
+
+With more than two workers they are processes, and what the service process itself spends is measured too: seconds of a
+processor for each sample or token, over all its threads. Its interpreter runs one thread at a time, so one service can
+hand over no more than one second's worth of that in a second, however many workers it has. On fewer cores the figure
+is measured with four workers: it counts processor time, and hardly depends on how many of them run at once.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -40,6 +46,8 @@ SIDE = 512
 TARGET = 224
 WORKERS = (2, 4, 8, 16)
 TEXT_CHARACTERS = 3000
+POOLED = 4
+"""Workers with which the service does not compute itself, also on a small machine."""
 AT_ONCE = 32
 """Texts that a bare process tokenizes at a time."""
 
@@ -171,29 +179,60 @@ def bare_processes(kind: str, folder: Path, count: int, seconds: float) -> float
 # -- overlord ----------------------------------------------------------------------------------------------------
 
 
-def consume(client: ol.Client, seconds: float, kind: str) -> float:
-    """Consume steps for a while; return samples/s of images, tokens/s of texts."""
+def consume(client: ol.Client, seconds: float, kind: str) -> tuple[int, float]:
+    """Consume steps for a while; return how many samples of images or tokens of texts, and the seconds."""
     done, start = 0, time.perf_counter()
     while time.perf_counter() - start < seconds:
         step = next(client)
         for batch in step.microbatches:  # the view is there; its bytes are in shared memory
             done += 0 if kind == "image" else batch["input_ids"].size
         done += step.global_samples if kind == "image" else 0
-    return done / (time.perf_counter() - start)
+    return done, time.perf_counter() - start
 
 
-def served(kind: str, folder: Path, workers: int, seconds: float) -> tuple[float, float]:
-    """Return the rate of a service, and the MB of all its processes."""
-    job = (image_job if kind == "image" else text_job)(folder, 32 * workers)
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a service did in one round."""
+
+    per_s: float
+    """Samples or tokens a second."""
+    pss_mb: float
+    """Of all its processes."""
+    service_s: float
+    """Processor time of the service process for a sample or token."""
+    workers_s: float
+    """The same of its other processes."""
+
+
+def served(kind: str, folder: Path, workers: int, seconds: float, steps_for: int = 0) -> Served:
+    """Run a service for a while, with steps as large as for so many workers."""
+    job = (image_job if kind == "image" else text_job)(folder, 32 * (steps_for or workers))
     # A service of its own for every round: an idle one would go on prefetching into the round of the bare processes.
     with (
         ol.launch(job, threads=workers, prefetch=4, cache=str(folder / "cache")) as service,
         service.client() as client,
     ):
         consume(client, max(1.0, seconds / 4), kind)
-        rate = consume(client, seconds, kind)
         root = psutil.Process(service.pid)
-        return rate, sum(one.memory_full_info().pss for one in (root, *root.children(recursive=True))) / 2**20
+        before = [cpu_s([root]), cpu_s(root.children(recursive=True))]
+        done, took = consume(client, seconds, kind)
+        others = root.children(recursive=True)
+        spent = [cpu_s([root]) - before[0], cpu_s(others) - before[1]]
+        pss = sum(one.memory_full_info().pss for one in (root, *others)) / 2**20
+        return Served(done / took, pss, spent[0] / done, spent[1] / done)
+
+
+def cpu_s(processes: list[psutil.Process]) -> float:
+    """Return the processor time that some processes have had."""
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+def service_cost(kind: str, rounds: list[Served]) -> dict[str, float]:
+    """Return what the service process spends for a unit, and how many units a second that allows."""
+    spent = float(np.median([one.service_s for one in rounds]))
+    unit = {"service_ms_per_sample": 1e3 * spent} if kind == "image" else {"service_ns_per_token": 1e9 * spent}
+    share = float(np.median([one.service_s / one.workers_s for one in rounds]))
+    return {**unit, "service_limit_per_s": 1 / spent, "service_over_workers": share}
 
 
 def plot(rows: list[dict[str, Any]]) -> str:
@@ -221,6 +260,7 @@ def main() -> None:
     options = parser.parse_args()
     counts = options.workers or [count for count in WORKERS if count <= max(usable_cpus(), 2)]
     rows: list[dict[str, Any]] = []
+    costs: dict[str, dict[str, float]] = {}
     for kind, write in (("image", lambda folder: write_images(folder, 2048)), ("text", write_texts)):
         folder = Path(tempfile.mkdtemp(prefix="overlord-feed-"))
         try:
@@ -230,15 +270,22 @@ def main() -> None:
                 for _ in range(options.rounds):
                     bare.append(bare_processes(kind, folder, count, options.seconds))
                     ours.append(served(kind, folder, count, options.seconds))
-                rates = [rate for rate, _ in ours]
+                rates = [one.per_s for one in ours]
                 row = {
                     "kind": kind, "workers": count, "bare_per_s": float(np.median(bare)),
                     "overlord_per_s": float(np.median(rates)), "ratio": float(np.median(rates) / np.median(bare)),
-                    "pss_mb": float(np.median([mb for _, mb in ours])), "bare_rounds": bare, "overlord_rounds": rates,
+                    "pss_mb": float(np.median([one.pss_mb for one in ours])), "bare_rounds": bare,
+                    "overlord_rounds": rates, **(service_cost(kind, ours) if count > 2 else {}),
                 }  # fmt: skip
                 rows.append(row)
                 if not options.json:
                     print({k: v for k, v in row.items() if not k.endswith("rounds")}, flush=True)
+            pooled = (
+                [served(kind, folder, POOLED, options.seconds) for _ in range(options.rounds)] if counts[-1] < 3 else []
+            )
+            costs[kind] = service_cost(kind, pooled) if pooled else {k: row[k] for k in row if k.startswith("service")}
+            if not options.json:
+                print({"kind": kind, **costs[kind]}, flush=True)
         finally:
             shutil.rmtree(folder)
     if options.plot is not None:
@@ -261,6 +308,7 @@ def main() -> None:
             "overlord_rounds": image[0]["overlord_rounds"],
             "bare_rounds": image[0]["bare_rounds"],
             "pss_mb": [row["pss_mb"] for row in image],
+            **{f"{kind}_{name}": value for kind, cost in costs.items() for name, value in cost.items()},
             "rows": rows,
         },
         options.json,

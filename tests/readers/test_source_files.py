@@ -27,7 +27,7 @@ from overlord.readers import source_files, spill
 from overlord.readers.files import StoredFile
 from overlord.readers.jsonl import JsonlReader
 from overlord.readers.source_files import SourceFiles
-from overlord.roles.source_loader import GroupReader
+from overlord.roles.source_loader import GroupReader, read_together
 
 from .conftest import read_all, read_block, rows_of
 
@@ -186,6 +186,28 @@ def test_a_large_block_of_any_format_is_shuffled_and_decoded_once(name: str, tmp
         assert np.mean(np.diff(numbers) == 1) < 0.02
     if not source._reader.seeks(source.files[0]):
         assert len(streams) == 1, "the block is decoded again"
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.arrow", "x.jsonl.gz"])
+def test_groups_of_parts_that_are_read_together_are_as_each_alone(name: str, tmp_path: Path, open_source, monkeypatch):
+    source = open_source(write_one_block(tmp_path, name), columns=["text", "n"])
+    files = [DataFile(file.path, file.size) for file in source.files]
+    order = SourceOrder(0, "web", files, shuffle_bytes=64 << 10, index=source.blocks)
+    first = order.first_group(0)
+    groups = [order.group(0, group) for group in (first, order.next_group(0, first))]
+    found: list[bool] = []
+    pick = source.pick
+    monkeypatch.setattr(source, "pick", lambda *where: found.append((rows := pick(*where)) is not None) or rows)
+    together = read_together([GroupReader(group, source, 3) for group in groups], [9, 4])
+    assert found == [not source._reader.seeks(source.files[0])], "only spilled blocks are looked up row by row"
+    monkeypatch.setattr(source, "pick", lambda *where: None)
+    for (rows, numbers), group, count in zip(together, groups, (9, 4), strict=True):
+        alone, expected = GroupReader(group, source, 3).read(count)
+        assert numbers.tolist() == expected.tolist() and len(numbers) == count
+        assert rows_of(rows) == rows_of(alone)
+        assert {name: column.dtype for name, column in rows.items() if isinstance(column, np.ndarray)} == {
+            name: column.dtype for name, column in alone.items() if isinstance(column, np.ndarray)
+        }
 
 
 def test_parts_of_a_block_are_dropped_with_the_indices(tmp_path: Path, open_source):

@@ -20,8 +20,9 @@ from overlord.core.ragged import BAD_COLUMN, NOT_PARSED, Ragged, RowBatch, num_r
 from overlord.core.samples import BAD
 from overlord.runtimes.hosts.prefetch import SerialWorkers
 from overlord.runtimes.supervision.process_workers import ProcessWorkers
+from overlord.runtimes.transport.shared_memory import Segment
 from overlord.transforms.samples import pooled
-from overlord.transforms.samples.per_sample import Measured, SampleTransform, decode_media
+from overlord.transforms.samples.per_sample import Measured, SampleTransform, decode_into, decode_media
 from overlord.transforms.samples.pooled import pooled_transform
 from overlord.transforms.samples.sample_kinds import make_transform
 from overlord.transforms.samples.tokenize import TextTokenizer, TokenizerFile
@@ -110,6 +111,48 @@ def test_texts_and_images_are_as_in_the_service(pool, tokenizer, texts, data):
         assert (expected.bad == found.bad).all()
 
 
+def decoded_in_segment(media, decoder) -> tuple[bytes, list[tuple[int, str]]]:
+    """Decode all items into places of shared memory with gaps between them, where a view would be."""
+    sizes, gap = decoder.item_bytes(media.grids).tolist(), 5000
+    segment = Segment(0, sum(sizes) + gap * (len(sizes) + 1))
+    try:
+        segment.memory[:] = 171
+        at, places = gap, []
+        for size in sizes:
+            places.append(segment.memory[at : at + size].view(np.uint8).reshape(-1))
+            at += size + gap
+        faults = decode_into(media, np.arange(len(sizes)), decoder, places, SerialWorkers())
+        found = b"".join(place.tobytes() for place in places)
+        for place in places:
+            place[:] = 171
+        assert (segment.memory == 171).all(), "something was written beside the places"
+        del places, place
+        return found, faults
+    finally:
+        segment.close()
+
+
+def test_workers_decode_straight_into_shared_memory(pool, tokenizer, monkeypatch):
+    images = [jpeg(1), b"junk", jpeg(2) + b"words", jpeg(3), jpeg(4)[:-500]] * 8
+    here, there = both(IMAGES, tokenizer, pool.isolate)
+    measured = here.measure(rows_of(["a"] * len(images), images), None, seeds_of(len(images)))
+    done = here.finish(measured.kept, measured.tokens, (measured.flags & BAD) > 0, SerialWorkers())
+    assert done.media is not None and here.decoder is not None and there.decoder is not None
+    expected, faults = decode_media(done.media, here.decoder, SerialWorkers())
+    assert faults
+    assert decoded_in_segment(done.media, there.decoder) == (expected.values.tobytes(), faults)
+    decode = pooled.DecodeRows
+    monkeypatch.setattr(pooled, "DecodeRows", lambda *given: Deadly(decode(*given)))
+    _, deadly = both(IMAGES, tokenizer, pool.isolate)
+    assert deadly.decoder is not None
+    found, killed = decoded_in_segment(done.media, deadly.decoder)
+    assert {item for item, reason in killed if "killed its worker" in reason} == set(range(2, len(images), 5))
+    bounds = np.cumsum([0, *here.decoder.item_bytes(done.media.grids).tolist()])
+    for item in range(len(images)):
+        part, whole = (data[bounds[item] : bounds[item + 1]] for data in (found, expected.values.tobytes()))
+        assert part == (bytes(len(whole)) if item % 5 == 2 else whole)
+
+
 def test_texts_of_known_lengths_are_tokenized_behind_the_plan(pool, tokenizer):
     texts = ["a picture of words", "a", "of of of", ""] * 30
     here, there = both(TEXTS, tokenizer, pool.isolate)
@@ -135,11 +178,11 @@ class Deadly:
         self.signum = signum
         self.tokenizer = function.tokenizer
 
-    def __call__(self, rows: RowBatch) -> RowBatch:
+    def __call__(self, rows: RowBatch, *places) -> RowBatch:
         column = next(rows[name] for name in ("text", "data", "raw") if name in rows)
         if any(b"words" in bytes(column[row]) for row in range(num_rows(rows))):
             os.kill(os.getpid(), self.signum)
-        return self.function(rows)
+        return self.function(rows, *places)
 
 
 @pytest.mark.parametrize("texts", [["a", "words", "of"], ["words"], ["words", "words of", "a a a a"]])

@@ -584,6 +584,10 @@ class RunFunction(Message, frozen=True):
     """Service to a process worker: run a function over the rows beside it."""
 
     key: str
+    begin: int = 0
+    """Where the places of the rows begin in the shared memory whose descriptor goes along, if one does."""
+    nbytes: int = 0
+    """Bytes from the first of them to the end of the last."""
 
 
 class MapMemory(Message, frozen=True):

@@ -114,6 +114,11 @@ class Group:
     """Row numbers (file << 32 | row) in the order of the group, where its rows are taken one by one, not by blocks."""
     _cache: dict[int, tuple[Int64s, Int64s]] = field(default_factory=dict, repr=False, compare=False)
 
+    @property
+    def scattered(self) -> bool:
+        """Whether all of it are parts of blocks: a few rows of each."""
+        return self.whole and self.numbers is None and bool(self.is_part.all())
+
     def locate(self, start: int, count: int) -> tuple[Int64s, Int64s]:
         """Return (slot, row in the slot's block or part) of rows start .. start + count of the group's order."""
         stop = min(start + count, self.num_rows)

@@ -37,11 +37,19 @@ def _gather(values: Array, offsets: Array, rows: Array, out: Array) -> None:
 
 
 @numba.njit(nogil=True, cache=True)
-def _gather_runs(values: Array, starts: Array, offsets: Array, out: Array) -> None:
+def _copy_runs(values: Array, starts: Array, lengths: Array, places: Array, out: Array) -> None:
     for run in range(len(starts)):
-        start, low, high = np.uint64(starts[run]), np.uint64(offsets[run]), np.uint64(offsets[run + 1])
+        start, place = np.uint64(starts[run]), np.uint64(places[run])
+        for i in range(np.uint64(lengths[run])):
+            out[place + np.uint64(i)] = values[start + np.uint64(i)]
+
+
+@numba.njit(nogil=True, cache=True)
+def _copy_some(memory: Array, rows: Array, starts: Array, offsets: Array, out: Array) -> None:
+    for row in rows:
+        start, low, high = np.uint64(starts[row]), np.uint64(offsets[row]), np.uint64(offsets[row + 1])
         for i in range(high - low):
-            out[low + np.uint64(i)] = values[start + np.uint64(i)]
+            out[low + np.uint64(i)] = memory[start + np.uint64(i)]
 
 
 def gather_runs(values: Array, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Array:
@@ -53,7 +61,7 @@ def gather_runs(values: Array, starts: npt.NDArray[np.int64], lengths: npt.NDArr
     """
     offsets = offsets_of(lengths)
     out = np.empty(int(offsets[-1]), values.dtype)
-    _gather_runs(values, starts, offsets, out)
+    _copy_runs(values, starts, np.asarray(lengths, np.int64), offsets[:-1], out)
     return out
 
 
@@ -152,6 +160,51 @@ class Ragged:
         if not parts:
             return Ragged.empty()
         return Ragged(_joined(values), offsets_of(np.concatenate(lengths)))
+
+
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """Rows that lie anywhere in some memory, and are copied only where they are needed in one piece.
+
+    Example:
+        >>> words = Scattered.of(Ragged.from_rows([b"ab", b"", b"cde"]), np.array([2, 0]))
+        >>> bytes(words.slice(0, 1).gathered().values)
+        b'cde'
+    """
+
+    memory: npt.NDArray[np.uint8]
+    begin: npt.NDArray[np.int64]
+    """The first byte of every row."""
+    sizes: npt.NDArray[np.int64]
+    """Bytes of every row."""
+    dtype: np.dtype[Any]
+    """Of the values of the rows."""
+
+    @classmethod
+    def of(cls, rows: Ragged, chosen: npt.NDArray[np.integer]) -> Scattered:
+        """Return some rows of a ragged array, where they are."""
+        size = rows.values.itemsize
+        begin, lengths = rows.offsets[:-1][chosen] * size, rows.lengths[chosen] * size
+        return cls(np.ascontiguousarray(rows.values).view(np.uint8), begin, lengths, rows.values.dtype)
+
+    def __len__(self) -> int:
+        return len(self.begin)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows in one piece, with their offsets."""
+        return int(self.sizes.sum()) + 8 * (len(self) + 1)
+
+    def slice(self, start: int, stop: int) -> Scattered:
+        """Return rows start..stop."""
+        return Scattered(self.memory, self.begin[start:stop], self.sizes[start:stop], self.dtype)
+
+    def gathered(self, out: npt.NDArray[np.uint8] | None = None) -> Ragged:
+        """Return the rows one behind the other, in memory that is given or new."""
+        offsets = offsets_of(self.sizes)
+        out = np.empty(int(offsets[-1]), np.uint8) if out is None else out[: int(offsets[-1])]
+        _copy_runs(self.memory, self.begin, self.sizes, offsets[:-1], out)
+        return Ragged(out.view(self.dtype), offsets // self.dtype.itemsize)
 
 
 def _joined(parts: list[Array]) -> Array:
@@ -254,7 +307,81 @@ def sizes_column(column: str) -> str:
 
 
 RowBatch = dict[str, "Ragged | Array"]
-"""Some rows of a source as columns: binary, text and list columns are Ragged, numbers are arrays."""
+"""Some rows of a source as columns: binary, text and list columns are Ragged, numbers are arrays.
+
+What is sent to process workers may also have columns that are Scattered: they arrive as Ragged ones."""
+
+
+RowsInPlace = dict[str, "Scattered | Array"]
+"""Some rows of a source as columns, those of binary, text and lists not yet in one piece."""
+
+
+def gather_rows(parts: Sequence[tuple[RowsInPlace, npt.NDArray[np.int64]]]) -> RowBatch:
+    """Return the rows of all parts in one batch, copied once; with each part come the places of its rows there.
+
+    Example:
+        >>> words = Ragged.from_rows([b"ab", b"c"])
+        >>> parts = [({"w": Scattered.of(words, np.array([row]))}, np.array([1 - row])) for row in range(2)]
+        >>> bytes(gather_rows(parts)["w"].values)
+        b'cab'
+    """
+    count = sum(len(places) for _, places in parts)
+    made: RowBatch = {}
+    for name, first in parts[0][0].items():
+        columns = [(rows[name], places) for rows, places in parts]
+        if not isinstance(first, Scattered):
+            out = np.empty((count, *first.shape[1:]), np.result_type(*(column for column, _ in columns)))  # type: ignore[arg-type]
+            for column, places in columns:
+                out[places] = column
+            made[name] = out
+            continue
+        sizes = np.empty(count, np.int64)
+        for column, places in columns:
+            sizes[places] = column.sizes  # type: ignore[union-attr]
+        offsets = offsets_of(sizes)
+        memory = np.empty(int(offsets[-1]), np.uint8)
+        for column, places in columns:
+            assert isinstance(column, Scattered) and column.dtype == first.dtype, "parts have the same columns"
+            _copy_runs(column.memory, column.begin, column.sizes, offsets[:-1][places], memory)
+        made[name] = Ragged(memory.view(first.dtype), offsets // first.dtype.itemsize)
+    return made
+
+
+def gather_columns(
+    columns: Sequence[tuple[str, np.dtype[Any], bool]],
+    parts: Sequence[tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]],
+    begin: npt.NDArray[np.int64],
+    sizes: npt.NDArray[np.int64],
+) -> RowBatch:
+    """Return rows that lie in several pieces of memory as one batch, copied once.
+
+    Args:
+        columns: Name, type and whether it is ragged, of every column.
+        parts: Each piece of memory, with the numbers of the rows that lie there.
+        begin: [columns, rows]: where each row begins in its memory.
+        sizes: The same for its bytes.
+
+    Example:
+        >>> memory, rows = np.frombuffer(b"abcd", np.uint8), np.arange(2)
+        >>> columns = [("w", np.dtype(np.uint8), True)]
+        >>> found = gather_columns(columns, [(memory, rows)], np.array([[2, 0]]), np.array([[2, 1]]))
+        >>> bytes(found["w"].values), found["w"].offsets.tolist()
+        (b'cda', [0, 2, 3])
+    """
+    made: RowBatch = {}
+    for (name, dtype, ragged), starts, lengths in zip(columns, begin, sizes, strict=True):
+        offsets = offsets_of(lengths)
+        out = np.empty(int(offsets[-1]), np.uint8)
+        for memory, rows in parts:
+            _copy_some(memory, rows, starts, offsets, out)
+        values = out.view(dtype)
+        made[name] = Ragged(values, offsets // dtype.itemsize) if ragged else values
+    return made
+
+
+def rows_in_place(batch: RowBatch, rows: npt.NDArray[np.integer]) -> RowsInPlace:
+    """Return the given rows of every column, without copying those of ragged columns."""
+    return {k: Scattered.of(v, rows) if isinstance(v, Ragged) else v[rows] for k, v in batch.items()}
 
 
 def take_rows(batch: RowBatch, rows: npt.NDArray[np.integer]) -> RowBatch:
@@ -264,7 +391,7 @@ def take_rows(batch: RowBatch, rows: npt.NDArray[np.integer]) -> RowBatch:
 
 def slice_rows(batch: RowBatch, start: int, stop: int) -> RowBatch:
     """Return rows start..stop of every column."""
-    return {k: v.slice(start, stop) if isinstance(v, Ragged) else v[start:stop] for k, v in batch.items()}
+    return {k: v[start:stop] if isinstance(v, np.ndarray) else v.slice(start, stop) for k, v in batch.items()}
 
 
 def blank_rows(batch: RowBatch, which: npt.NDArray[np.bool_]) -> RowBatch:

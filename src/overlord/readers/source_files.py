@@ -30,6 +30,7 @@ from overlord.core.ragged import (
     Kind,
     RowBatch,
     concat_rows,
+    gather_columns,
     num_rows,
     offsets_of,
     slice_rows,
@@ -430,6 +431,48 @@ class SourceFiles:
         order = np.argsort(joined[::-1] if falling else joined, kind="stable")
         order = len(joined) - 1 - order[::-1] if falling else order
         return np.concatenate([np.concatenate(numbers)[order], *damaged])
+
+    def pick(
+        self, file_numbers: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
+    ) -> RowBatch | None:
+        """Return rows of blocks that are read in parts, in any order: the file, the block and the row in it of each.
+
+        None where parts cannot be looked up in spilled blocks; `stream` reads them. Where a part is a row or two, a
+        stream for each would cost more than its rows.
+
+        Raises:
+            As `stream`.
+        """
+        if self.join is not None:
+            return None
+        places = file_numbers << 32 | blocks
+        order = np.argsort(places, kind="stable")
+        found, first = np.unique(places[order], return_index=True)
+        parts: list[tuple[SpilledBlock, npt.NDArray[np.int64]]] = []
+        for place, chosen in zip(found.tolist(), np.split(order, first[1:]), strict=True):
+            spilled = self._spilled_block(place >> 32, place & 0xFFFFFFFF, int(rows[chosen[0]]))
+            if spilled is None:
+                return None
+            parts.append((spilled, chosen))
+        columns = parts[0][0].columns if parts else None
+        if columns is None or any(block.columns != columns for block, _ in parts):
+            return None
+        begin, sizes = np.empty((2, len(columns), len(rows)), np.int64)
+        try:
+            located = [(block.locate(rows[chosen], chosen, begin, sizes), chosen) for block, chosen in parts]
+            return gather_columns(columns, located, begin, sizes)
+        finally:
+            for block, _ in parts:
+                block.release()
+
+    def _spilled_block(self, file_number: int, block: int, row: int) -> SpilledBlock | None:
+        """Return a block from which parts are read, decoded now if it has to be; None where it needs no spill."""
+        found = self._spilled.find((file_number, block))
+        if found is None and self.spills_parts(file_number):
+            for _ in self.stream(file_number, block, skip=row, stop=row + 1, batch_rows=1):
+                pass  # a row of it has it decoded, with the attempts that it takes
+            found = self._spilled.find((file_number, block))
+        return found
 
     def listing_digest(self) -> str:
         """Return a hash of the names and sizes of the files, on which the stream depends.

@@ -31,12 +31,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from overlord.core.order import MAX_STREAMS, SPAN_BYTES
-from overlord.core.ragged import Array, Ragged, RowBatch, concat_rows, num_bytes, num_rows, slice_rows, take_rows
+from overlord.core.ragged import (
+    Array,
+    Ragged,
+    RowBatch,
+    concat_rows,
+    gather_columns,
+    num_bytes,
+    num_rows,
+    slice_rows,
+    take_rows,
+)
 from overlord.errors import ReaderError
 from overlord.readers.reader import Rows, reason_of
 
@@ -53,7 +64,7 @@ _KEPT_BLOCKS = 4
 _ALIGNMENT = 8
 _ONE_AT_A_TIME = threading.Lock()
 
-Rows64 = npt.NDArray[np.int64]
+Int64s = npt.NDArray[np.int64]
 Column = tuple[str, np.dtype[Any], bool]
 """A column of a spilled block: its name, the type of its values, and whether it is ragged."""
 
@@ -104,6 +115,28 @@ def spilled(batches: Rows, place: SpillPlace, batch_rows: int) -> Iterator[RowBa
         yield from block.rows(0, block.num_rows, batch_rows)
 
 
+@numba.njit(nogil=True, cache=True)
+def _locate(
+    words: Int64s, first_rows: Int64s, begins: Int64s, itemsizes: Int64s, rows: Int64s, at: Int64s, begin: Int64s,
+    sizes: Int64s,
+) -> None:  # fmt: skip
+    for number in range(len(rows)):
+        row, place = rows[number], at[number]
+        batch = np.searchsorted(first_rows, row, side="right") - 1
+        inside = row - first_rows[batch]
+        array = 0
+        for column in range(len(itemsizes)):
+            size = itemsizes[column]
+            if size < 0:
+                begin[column, place], sizes[column, place] = begins[batch, array] - size * inside, -size
+                array += 1
+                continue
+            offset = begins[batch, array] // 8 + inside
+            begin[column, place] = begins[batch, array + 1] + size * words[offset]
+            sizes[column, place] = size * (words[offset + 1] - words[offset])
+            array += 2
+
+
 class SpilledBlock:
     """The rows of one block on disk, readable from any row. Threads may share it.
 
@@ -119,10 +152,20 @@ class SpilledBlock:
         self._mapped = mapped
         self._batches = batches
         self._first_rows = first_rows
+        alike = bool(batches) and all(columns is batches[0][0] for columns, _ in batches)
+        self.columns = batches[0][0] if alike else None
+        """Those of all batches; None if they have different ones."""
+        self._begins = np.array([begins for _, begins in batches], np.int64) if alike else None
+        """[batches, arrays]: where every array begins."""
+        self._itemsizes = np.array([dtype.itemsize * (1 if ragged else -1) for _, dtype, ragged in self.columns or ()])
+        """Negative for columns that are not ragged."""
+        self._first_rows_of = np.array(first_rows, np.int64)
+        self.move_to(mapped)
 
     def move_to(self, mapped: mmap.mmap) -> None:
         """Read from another mapping of the same file."""
         self._mapped = mapped
+        self._memory, self._words = np.frombuffer(mapped, np.uint8), np.frombuffer(mapped, np.int64, len(mapped) // 8)
 
     @property
     def num_rows(self) -> int:
@@ -151,23 +194,41 @@ class SpilledBlock:
                     yield part
                     passed += num_bytes(part)
                     if passed >= RELEASE_BYTES:
-                        self._release_pages()
+                        self.release()
                         passed = 0
         finally:
             # Also after a row or two: the page cache may map 2 MB around a row that is touched.
-            self._release_pages()
+            self.release()
 
-    def take(self, rows: Rows64) -> RowBatch:
-        """Return copies of the given rows, in that order; of a block of several batches they come in rising order."""
+    def locate(self, rows: Int64s, at: Int64s, begin: Int64s, sizes: Int64s) -> npt.NDArray[np.uint8]:
+        """Find some rows of the block; return the memory that they lie in.
+
+        Call `release` when they are copied: until then all pages that were touched stay in memory.
+
+        Args:
+            rows: The rows, in any order.
+            at: Their places in the tables.
+            begin: [columns, places]: where each row of each column begins in the memory, which is written here.
+            sizes: The same for its bytes.
+        """
+        assert self._begins is not None, "a block whose batches differ is read as a stream"
+        _locate(self._words, self._first_rows_of, self._begins, self._itemsizes, rows, at, begin, sizes)
+        return self._memory
+
+    def take(self, rows: Int64s) -> RowBatch:
+        """Return copies of the given rows, in that order; of a block whose batches differ they come in rising order."""
         try:
-            if len(self._batches) == 1:
-                return take_rows(self._batch(0), rows)
+            if self.columns is not None:
+                places = np.arange(len(rows))
+                begin, sizes = np.empty((2, len(self.columns), len(rows)), np.int64)
+                memory = self.locate(rows, places, begin, sizes)
+                return gather_columns(self.columns, [(memory, places)], begin, sizes)
             batch_of = np.searchsorted(self._first_rows, rows, side="right") - 1
             used, starts = np.unique(batch_of, return_index=True)
             parts = zip(used.tolist(), np.split(rows, starts[1:]), strict=True)
             return concat_rows([take_rows(self._batch(n), part - self._first_rows[n]) for n, part in parts])
         finally:
-            self._release_pages()
+            self.release()
 
     def _batch(self, number: int) -> RowBatch:
         # No parsing: where parts have a row or two, as those of images, a message of Arrow IPC took most of the time.
@@ -182,7 +243,8 @@ class SpilledBlock:
                 rows[name] = np.frombuffer(self._mapped, dtype, count, next(places))
         return rows
 
-    def _release_pages(self) -> None:
+    def release(self) -> None:
+        """Let go of the pages that were read."""
         if hasattr(self._mapped, "madvise"):
             self._mapped.madvise(mmap.MADV_DONTNEED)  # views of the pages stay valid and fault in again
 
@@ -290,7 +352,7 @@ class HeldRows:
         self.nbytes = num_bytes(rows)
         """Bytes in memory."""
 
-    def take(self, rows: Rows64) -> RowBatch:
+    def take(self, rows: Int64s) -> RowBatch:
         """Return copies of the given rows, in that order."""
         self.used = next(self._clock)
         held = self._rows  # another thread may be spilling them
@@ -352,6 +414,18 @@ class HeldGroups:
         except ReaderError as error:
             self._disk_failed = True
             logger.warning("shuffle groups stay in memory from now on, beyond what the budget allows them: %s", error)
+
+
+def warm_spill() -> None:
+    """Load the kernels that look rows up."""
+    with tempfile.TemporaryFile() as handle:
+        handle.write(np.array([0, 1, 0], np.int64).tobytes())
+        handle.flush()
+        mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+    block = SpilledBlock(mapped, [((("", np.dtype(np.uint8), True),), array("q", [0, 16]))], [0, 1])
+    begin, sizes, rows = np.empty((1, 1), np.int64), np.empty((1, 1), np.int64), np.zeros(1, np.int64)
+    memory = block.locate(rows, rows, begin, sizes)
+    gather_columns(block.columns or (), [(memory, rows)], begin, sizes)
 
 
 def most_kept(total: int, largest: int) -> int:

@@ -45,9 +45,11 @@ from overlord.core.ragged import (
     blank_rows,
     concat_rows,
     expand_ranges,
+    gather_rows,
     num_bytes,
     num_rows,
     offsets_of,
+    rows_in_place,
     slice_rows,
     take_rows,
 )
@@ -174,7 +176,11 @@ class ReadBuffer:
 
 def gather(picks: list[tuple[Chunk, npt.NDArray[np.int64]]]) -> RowBatch:
     """Return the kept columns of picked rows (chunk, rows in the chunk), concatenated."""
-    return concat_rows([take_rows(chunk.kept, rows) for chunk, rows in picks])
+    bounds = offsets_of([len(rows) for _, rows in picks])
+    places = [np.arange(begin, end) for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
+    return gather_rows(
+        [(rows_in_place(chunk.kept, rows), place) for (chunk, rows), place in zip(picks, places, strict=True)]
+    )
 
 
 class HeldRows(Protocol):
@@ -200,6 +206,10 @@ class Blocks(Protocol):
         """Return rows by their numbers (file << 32 | row), in this order."""
         ...
 
+    def pick(self, files: Int64s, blocks: Int64s, rows: Int64s) -> RowBatch | None:
+        """Return rows of blocks that are read in parts, in any order; None where only `stream` reads them."""
+        ...
+
     def row_base(self, file: int, block: int) -> int:
         """Return the first row of a block, counted from the start of its file."""
         ...
@@ -222,6 +232,8 @@ class GroupReader:
         self._files = files
         self._streams: dict[int, _BlockStream] = {}
         self._whole: HeldRows | None = None
+        self._picks = group.scattered
+        """Whether rows are looked up one by one, and not read as streams."""
         self._base = np.array(
             [
                 (int(f) << FILE_SHIFT) + files.row_base(int(f), int(b)) + int(first)
@@ -232,14 +244,23 @@ class GroupReader:
 
     def read(self, count: int) -> tuple[RowBatch, Int64s]:
         """Return the next rows of the group and their row numbers (file << 32 | row)."""
-        if self.group.numbers is not None:
-            numbers = self.group.numbers[self.offset : self.offset + count]
-            self.offset += len(numbers)
-            return self._files.take(numbers), numbers
+        return read_together([self], [count])[0]
+
+    def _take_numbers(self, count: int) -> tuple[RowBatch, Int64s]:
+        """Return the next rows of a group whose rows are named one by one."""
+        assert self.group.numbers is not None
+        numbers = self.group.numbers[self.offset : self.offset + count]
+        self.offset += len(numbers)
+        return self._files.take(numbers), numbers
+
+    def _locate(self, count: int) -> tuple[Int64s, Int64s]:
+        """Return slot and row in the slot of the next rows, and go on behind them."""
         slots, rows = self.group.locate(self.offset, count)
         self.offset += len(slots)
-        batch = self._read_whole(slots, rows) if self.group.whole else self._read_streams(slots, rows)
-        return batch, self._base[slots] + rows
+        return slots, rows
+
+    def _read(self, slots: Int64s, rows: Int64s) -> RowBatch:
+        return self._read_whole(slots, rows) if self.group.whole else self._read_streams(slots, rows)
 
     def _read_whole(self, slots: Int64s, rows: Int64s) -> RowBatch:
         if self._whole is None:
@@ -277,6 +298,33 @@ class GroupReader:
         first = int(self.group.first[slot])
         stop = first + int(self.group.rows[slot]) if self.group.is_part[slot] else None
         return _BlockStream(self._files.stream(file, block, skip=first + skip, stop=stop, batch_rows=size), file, block)
+
+
+def read_together(readers: Sequence[GroupReader], counts: Sequence[int]) -> list[tuple[RowBatch, Int64s]]:
+    """Return the next rows of several groups of a source, and their row numbers.
+
+    Where all of them are parts of spilled blocks, every block is looked at once for all groups, and the rows lie one
+    behind the other in one piece of memory.
+    """
+    if any(reader.group.numbers is not None for reader in readers):
+        return [reader._take_numbers(count) for reader, count in zip(readers, counts, strict=True)]
+    found = [reader._locate(count) for reader, count in zip(readers, counts, strict=True)]
+    numbers = [reader._base[slots] + rows for reader, (slots, rows) in zip(readers, found, strict=True)]
+    batch = None
+    if all(reader._picks for reader in readers):
+        columns = [
+            (reader.group.files[slots], reader.group.blocks[slots], reader.group.first[slots] + rows)
+            for reader, (slots, rows) in zip(readers, found, strict=True)
+        ]
+        batch = readers[0]._files.pick(*(np.concatenate(column) for column in zip(*columns, strict=True)))
+    if batch is not None:
+        bounds = offsets_of([len(one) for one in numbers]).tolist()
+        batches = [slice_rows(batch, begin, end) for begin, end in itertools.pairwise(bounds)]
+    else:
+        for reader in readers:
+            reader._picks = False
+        batches = [reader._read(*where) for reader, where in zip(readers, found, strict=True)]
+    return list(zip(batches, numbers, strict=True))
 
 
 class _BlockStream:
@@ -538,19 +586,27 @@ class SourceLoader:
             at = chunk.stop
         return min(at, stop)
 
-    def read(self, cursor: Cursor, group: Group, count: int) -> Stretch:
-        """Read rows of a group. Several groups may be read concurrently, each by one caller."""
-        key = (cursor.epoch, cursor.group)
-        with self.reading(key):
-            reader = self._readers.get(key)
-            if reader is None or reader.offset != cursor.offset:
-                while len(self._readers) >= self.open_groups:
-                    self._readers.pop(min(list(self._readers)), None)
-                reader = self._readers[key] = GroupReader(group, self._files, cursor.offset)
-            rows, numbers = reader.read(count)  # (5) new samples are read into the buffer
-        if reader.offset == group.num_rows:
-            self._readers.pop(key, None)  # a finished group holds no open file
-        return Stretch(cursor, rows, numbers)
+    def read(self, wanted: Sequence[tuple[Cursor, Group, int]]) -> list[Stretch]:
+        """Read rows of groups: from each cursor on so many. Others may be read concurrently, each by one caller."""
+        if len(wanted) > 1 and not all(group.scattered for _, group, _ in wanted):  # never more streams than needed
+            return [stretch for one in wanted for stretch in self.read([one])]
+        keys = [cursor[:2] for cursor, _, _ in wanted]
+        with self.reading(keys):
+            readers = [self._reader_at(cursor, group, keys) for cursor, group, _ in wanted]
+            found = read_together(readers, [count for _, _, count in wanted])  # (5) new samples go into the buffer
+        for key, reader in zip(keys, readers, strict=True):
+            if reader.offset == reader.group.num_rows:
+                self._readers.pop(key, None)  # a finished group holds no open file
+        return [Stretch(cursor, *rows) for (cursor, _, _), rows in zip(wanted, found, strict=True)]
+
+    def _reader_at(self, cursor: Cursor, group: Group, kept: Sequence[tuple[int, int]]) -> GroupReader:
+        key = cursor[:2]
+        reader = self._readers.get(key)
+        if reader is None or reader.offset != cursor.offset:
+            while len(others := [one for one in list(self._readers) if one not in kept]) >= self.open_groups:
+                self._readers.pop(min(others), None)
+            reader = self._readers[key] = GroupReader(group, self._files, cursor.offset)
+        return reader
 
     def keep(self, measured: MeasuredChunk) -> Chunk:
         """Count the faults of measured rows, and add the rows to the read buffer."""
@@ -618,12 +674,12 @@ class SourceLoader:
             self._buffer = ReadBuffer()
 
     @contextmanager
-    def reading(self, key: tuple[int, int] | None = None) -> Iterator[None]:
+    def reading(self, keys: Sequence[tuple[int, int]] = ()) -> Iterator[None]:
         """Set the name of the source on the error of a file that cannot be read."""
         try:
             yield
         except (ReaderError, SourceError) as error:
-            if key is not None:
+            for key in keys:
                 self._readers.pop(key, None)  # it may have stopped half-way
             error.source = self.name
             raise
@@ -688,7 +744,7 @@ class SourceLoader:
             with self.reading():
                 group = self._order.group(cursor.epoch, cursor.group)
             rows = rows_at_once(group, stop - cursor.offset)
-            chunk = self.keep(*self.measure([self.read(cursor, group, rows)]))
+            chunk = self.keep(*self.measure(self.read([(cursor, group, rows)])))
         return chunk
 
     def measure(self, stretches: Sequence[Stretch]) -> list[MeasuredChunk]:

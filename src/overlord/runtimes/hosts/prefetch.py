@@ -24,7 +24,7 @@ from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
 from overlord.core.order import BEGIN, NO_GROUP, Group, SourceOrder
 from overlord.core.samples import WHOLE, Cursor, Part
 from overlord.errors import ReaderError, SourceError
-from overlord.roles.source_loader import AHEAD_BYTES, SourceLoader, Staged, Stretch, rows_at_once
+from overlord.roles.source_loader import AHEAD_BYTES, SourceLoader, Staged, rows_at_once
 from overlord.runtimes.supervision.work_clock import Spent, WorkClock, note_help
 from overlord.scaling.profiles import AHEAD
 from overlord.transforms.samples.per_sample import Workers
@@ -567,19 +567,16 @@ class PrefetchPool:
 
     def _do(self, tasks: Sequence[_Task]) -> None:
         """Read and measure stretches, and keep them."""
-        clock, unread = WorkClock(), list(tasks)
+        clock, unread = WorkClock(), True
         try:
-            stretches: list[Stretch] = []
-            for task in tasks:
-                try:
-                    cursor = Cursor(*task.key, task.begin)
-                    stretches.append(self.loader.read(cursor, task.group, task.stop - task.begin))
-                finally:
-                    with self._changed:
-                        unread.remove(task)
-                        self._reading.discard(task.key)
-                        self._kick()
-                        self._changed.notify_all()
+            stretches = self.loader.read(
+                [(Cursor(*task.key, task.begin), task.group, task.stop - task.begin) for task in tasks]
+            )
+            with self._changed:
+                unread = False
+                self._reading.difference_update(task.key for task in tasks)
+                self._kick()
+                self._changed.notify_all()
             measured = self.loader.measure(stretches)
             with self._changed:
                 self.prepared += sum(len(stretch.numbers) for stretch in stretches)
@@ -590,8 +587,8 @@ class PrefetchPool:
             with self._changed:
                 took = clock.spent()
                 self._took, self._spent = self._took.plus(took), self._spent.plus(took)
-                # A group that was read is another worker's by now: two must never read in it at the same time.
-                self._reading.difference_update(task.key for task in unread)
+                if unread:  # a group that was read is another worker's by now: two must never read in it together
+                    self._reading.difference_update(task.key for task in tasks)
                 for task in tasks:
                     self._taken[task.key].remove((task.begin, task.stop))
                     if not self._taken[task.key]:

@@ -35,6 +35,7 @@ from overlord.readers.index import IndexCache
 from overlord.readers.join import JoinedColumns
 from overlord.readers.reader import Reader
 from overlord.readers.source_files import LengthSidecars, NoFiles, SourceFiles
+from overlord.readers.spill import warm_spill
 from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.planner import Planner, PlannerStart
 from overlord.roles.ports import Loaders
@@ -678,6 +679,7 @@ def warm_common() -> None:
         Ragged(np.ones(2, kind), np.arange(3)).take(np.array([1, 0]))
     for values in (np.zeros(1, np.uint8), np.frombuffer(b"0", np.uint8)):  # payloads are read-only
         gather_runs(values, np.zeros(1, np.int64), np.ones(1, np.int64))
+    warm_spill()
 
 
 def _warm_positions() -> None:

@@ -29,7 +29,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -44,7 +44,16 @@ from overlord.core.messages import (
     SharedRows,
     WorkerMessage,
 )
-from overlord.core.ragged import RowBatch, concat_rows, copied_rows, num_bytes, num_rows, slice_rows
+from overlord.core.ragged import (
+    Ragged,
+    RowBatch,
+    concat_rows,
+    copied_rows,
+    num_bytes,
+    num_rows,
+    offsets_of,
+    slice_rows,
+)
 from overlord.core.samples import padded
 from overlord.errors import ClosedError, OverlordError, ServiceLost, SpecError, ToleranceError, error_named
 from overlord.runtimes.supervision.child import LIMITS, Limits, usable_cpus
@@ -52,8 +61,9 @@ from overlord.runtimes.supervision.fork_server import ChildLost, ForkedChild, Fo
 from overlord.runtimes.supervision.work_clock import Spent, WorkClock, note_help
 from overlord.runtimes.transport.codec import OnSilence, receive_frame
 from overlord.runtimes.transport.role_codec import RowMemory, from_frame, receive_message, rows_from, send_message
-from overlord.runtimes.transport.shared_memory import Segment, round_up
+from overlord.runtimes.transport.shared_memory import Segment, find_segment, round_up
 from overlord.transforms.samples.images import warm_images
+from overlord.transforms.samples.per_sample import Place
 from overlord.transforms.samples.tokenize import TokenizerFile, load_tokenizer
 
 logger = logging.getLogger("overlord")
@@ -100,7 +110,9 @@ class _Worker:
         self._memory: RowMemory | None = None
         self._answer_bytes = 0
 
-    def ask(self, message: WorkerMessage, rows: RowBatch, seconds: float | None) -> tuple[WorkerMessage, RowBatch]:
+    def ask(
+        self, message: WorkerMessage, rows: RowBatch, seconds: float | None, fds: Sequence[int] = ()
+    ) -> tuple[WorkerMessage, RowBatch]:
         """Ask it and wait for the answer, whose columns are overwritten by the next one.
 
         Raises:
@@ -109,7 +121,7 @@ class _Worker:
         """
         self.asked = True
         try:
-            answer = self.child.within(seconds, lambda talk, tick: self._exchange(message, rows, talk, tick))
+            answer = self.child.within(seconds, lambda talk, tick: self._exchange(message, rows, fds, talk, tick))
         except ChildLost as loss:
             if loss.code is None and not loss.hung:
                 raise _WorkerLost(str(loss)) from None
@@ -127,11 +139,11 @@ class _Worker:
         return rows if self._memory is None else self._memory.kept(rows)
 
     def _exchange(
-        self, message: WorkerMessage, rows: RowBatch, talk: socket.socket, tick: OnSilence
+        self, message: WorkerMessage, rows: RowBatch, fds: Sequence[int], talk: socket.socket, tick: OnSilence
     ) -> tuple[WorkerMessage, RowBatch]:
         self._make_room(num_bytes(rows), talk, tick)
         assert self._memory is not None
-        send_message(talk, self._memory.ask(message, rows), (), tick)
+        send_message(talk, self._memory.ask(message, rows), fds, tick)
         frame, _ = receive_frame(talk, tick)
         found = from_frame(frame)
         if isinstance(found, SharedRows):
@@ -305,7 +317,7 @@ class ProcessWorkers:
         self._server = ForkServer("overlord.runtimes.supervision.process_workers", limits)
         self._closed = False
 
-    def isolate(self, function: Callable[[RowBatch], RowBatch], name: str, deadline: float | None = 60.0) -> Isolated:
+    def isolate(self, function: Callable[..., RowBatch], name: str, deadline: float | None = 60.0) -> Isolated:
         """Return the function, to be run in the workers.
 
         Args:
@@ -410,6 +422,71 @@ class ProcessWorkers:
             raise _WorkerLost(str(error)) from None
 
 
+_PLACES, _FILLED = "=places", "=filled"
+"""Columns beside the rows: where the place of each begins and how long it is, and what was written there."""
+
+
+class _Places:
+    """Where a function writes what rows become: in shared memory that workers map, or in what they send back.
+
+    A worker that is given up was killed and has ended before its rows run again: no late write can spoil a place.
+    """
+
+    def __init__(
+        self,
+        arrays: Sequence[Place],
+        segment: Segment | None,
+        begin: npt.NDArray[np.int64],
+        sizes: npt.NDArray[np.int64],
+    ) -> None:
+        self.arrays = arrays
+        self._segment = segment
+        self._begin, self._sizes = begin, sizes
+
+    @classmethod
+    def of(cls, arrays: Sequence[Place]) -> _Places:
+        """Look where some arrays are."""
+        sizes = np.array([len(place) for place in arrays], np.int64)
+        segment, begin = find_segment(arrays) or (None, offsets_of(sizes)[:-1])
+        return cls(arrays, segment, begin, sizes)
+
+    @property
+    def rows_at_once(self) -> int:
+        """How many rows may run together: what is sent back stays in shared memory until it is copied."""
+        return RUN_ROWS[1] if self._segment is not None else max(1, RUN_BYTES // int(self._sizes.max(initial=1)))
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What goes along with a question."""
+        return [] if self._segment is None or not self.arrays else [self._segment.fd]
+
+    def cut(self, start: int, stop: int) -> _Places:
+        """Return the places of some rows."""
+        begin = self._begin[start:stop]
+        if self._segment is None:
+            begin = begin - begin[:1]
+        return _Places(self.arrays[start:stop], self._segment, begin, self._sizes[start:stop])
+
+    def question(self, key: str, rows: RowBatch) -> tuple[RunFunction, RowBatch]:
+        """Return the message to a worker, and the rows with their places beside them."""
+        first = int(self._begin.min()) if len(self._begin) else 0
+        first -= first % mmap.ALLOCATIONGRANULARITY
+        end = int((self._begin + self._sizes).max(initial=first))
+        table = np.stack([self._begin - first, self._sizes], axis=1)
+        return RunFunction(key, first, end - first), {**rows, _PLACES: table}
+
+
+class _Given(NamedTuple):
+    """What a function is run over."""
+
+    rows: RowBatch
+    places: _Places | None
+
+    def cut(self, start: int, stop: int) -> _Given:
+        """Return some of the rows."""
+        return _Given(slice_rows(self.rows, start, stop), None if self.places is None else self.places.cut(start, stop))
+
+
 class Isolated:
     """A function in process workers; made by `ProcessWorkers.isolate`."""
 
@@ -429,8 +506,13 @@ class Isolated:
         self._row_s = 0.0
         """What a row takes, about; 0 where none was done."""
 
-    def __call__(self, rows: RowBatch) -> tuple[RowBatch, Poisoned]:
+    def __call__(self, rows: RowBatch, places: Sequence[Place] | None = None) -> tuple[RowBatch, Poisoned]:
         """Return what the surviving rows became, in order, and the rows that killed their worker twice.
+
+        Args:
+            rows: The rows.
+            places: For a function that takes them, where it writes what each row becomes. If all of them lie in one
+                segment of shared memory, workers write straight into it.
 
         Raises:
             SpecError: when a worker cannot load the function.
@@ -440,29 +522,15 @@ class Isolated:
             ClosedError: when the pool is closed meanwhile.
         """
         self._count_hangs(0)
-        runs, run_s = self._runs(num_rows(rows))
+        given = None if places is None else _Places.of(places)
+        runs, run_s = self._runs(num_rows(rows), RUN_ROWS[1] if given is None else given.rows_at_once)
         with self._counted() as spent:
-            done = self._pool.each(lambda run: self._run(rows, run[0], run[1], spent), runs, run_s)
+            done = self._pool.each(lambda run: self._run(_Given(rows, given), run[0], run[1], spent), runs, run_s)
         made = [part for parts, _ in done for part in parts]
         if not made:
-            nothing = slice_rows(rows, 0, 0)  # every row was poisoned; the columns are still asked for
+            nothing = _Given(rows, given).cut(0, 0)  # every row was poisoned; the columns are still asked for
             made = self._pool.each(lambda rows: self._try(rows, []), [nothing], run_s)
         return concat_rows(made), [one for _, poisoned in done for one in poisoned]
-
-    def visit(
-        self, rows: RowBatch, take: Callable[[int, RowBatch], None], row_bytes: npt.NDArray[np.int64]
-    ) -> Poisoned:
-        """Let `take` have what each run of rows has become, in shared memory; return the rows that killed a worker.
-
-        Raises:
-            As a call does.
-        """
-        self._count_hangs(0)
-        most = max(1, RUN_BYTES // max(int(row_bytes.max(initial=1)), 1))
-        runs, run_s = self._runs(num_rows(rows), most)
-        with self._counted() as spent:
-            done = self._pool.each(lambda run: self._run(rows, run[0], run[1], spent, take), runs, run_s)
-        return [one for _, poisoned in done for one in poisoned]
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[list[Spent]]:
@@ -486,22 +554,11 @@ class Isolated:
         size = max(1, least, min(longest, -(-count // self._pool.free)))
         return [(start, min(start + size, count)) for start in range(0, max(count, 1), size)], size * self._row_s
 
-    def _run(
-        self,
-        rows: RowBatch,
-        start: int,
-        stop: int,
-        spent: list[Spent],
-        take: Callable[[int, RowBatch], None] | None = None,
-    ) -> tuple[list[RowBatch], Poisoned]:
+    def _run(self, given: _Given, start: int, stop: int, spent: list[Spent]) -> tuple[list[RowBatch], Poisoned]:
         """Run some rows together; if that kills the worker, one by one."""
-
-        def taking(first: int) -> Callable[[RowBatch], None] | None:
-            return None if take is None else lambda made: take(first, made)
-
         if stop - start != 1:
             try:
-                return [self._try(slice_rows(rows, start, stop), spent, take=taking(start))], []
+                return [self._try(given.cut(start, stop), spent)], []
             except ChildLost as death:
                 logger.warning(
                     "%s: a worker was lost with %d rows (%s); they run again one by one",
@@ -513,7 +570,7 @@ class Isolated:
         poisoned: Poisoned = []
         for row in range(start, stop):
             try:
-                made.append(self._alone(slice_rows(rows, row, row + 1), spent, taking(row)))
+                made.append(self._alone(given.cut(row, row + 1), spent))
             except ChildLost as death:
                 self._count_hangs(int(death.hung))
                 poisoned.append((row, f"killed its worker twice: {death}"))
@@ -532,35 +589,24 @@ class Isolated:
             "needs longer."
         )
 
-    def _alone(self, row: RowBatch, spent: list[Spent], take: Callable[[RowBatch], None] | None) -> RowBatch:
+    def _alone(self, row: _Given, spent: list[Spent]) -> RowBatch:
         """Run one row; it may kill one worker, but not a second one that has run nothing else."""
         try:
-            return self._try(row, spent, take=take)
+            return self._try(row, spent)
         except ChildLost as death:
             logger.warning("%s: a worker was lost with one row (%s); it runs once more", self._name, death)
             self._count_hangs(0)  # another thread may have found out meanwhile
-        return self._try(row, spent, fresh=True, take=take)
+        return self._try(row, spent, fresh=True)
 
-    def _try(
-        self,
-        rows: RowBatch,
-        spent: list[Spent],
-        *,
-        fresh: bool = False,
-        take: Callable[[RowBatch], None] | None = None,
-    ) -> RowBatch:
+    def _try(self, given: _Given, spent: list[Spent], *, fresh: bool = False) -> RowBatch:
         """Run rows in one worker; workers that are lost for other reasons are replaced a few times."""
         for tries in itertools.count(1):
             try:
                 with self._pool.borrow(fresh=fresh) as worker:
                     self._load(worker)
-                    made = self._apply(worker, rows, spent)
-                    if take is None:
-                        made = worker.kept(made)
-                    else:
-                        take(made)
+                    made = worker.kept(self._apply(worker, given, spent))
                 with self._lock:
-                    self._hung = 0 if num_rows(rows) and self._hung < HANGS else self._hung
+                    self._hung = 0 if num_rows(given.rows) and self._hung < HANGS else self._hung
                 return made
             except _WorkerLost as loss:
                 self._pool.check_open()
@@ -588,9 +634,13 @@ class Isolated:
             )
         worker.functions.add(self._key)
 
-    def _apply(self, worker: _Worker, rows: RowBatch, spent: list[Spent]) -> RowBatch:
+    def _apply(self, worker: _Worker, given: _Given, spent: list[Spent]) -> RowBatch:
+        rows, places = given
         try:
-            answer, made = worker.ask(RunFunction(self._key), rows, self._deadline)
+            if places is None:
+                answer, made = worker.ask(RunFunction(self._key), rows, self._deadline)
+            else:
+                answer, made = worker.ask(*places.question(self._key, rows), self._deadline, places.descriptors)
         except ChildLost:
             self._pool.check_open()  # then it was the closing pool that killed it
             raise
@@ -607,6 +657,10 @@ class Isolated:
             # Not by the clock on the wall: on a busy host rows would seem to cost more, and be sent by ever fewer.
             row_s = max(took.seconds, 1e-7) / max(num_rows(rows), 1)
             self._row_s += (row_s - self._row_s) / 4 if self._row_s else row_s
+        filled = made.pop(_FILLED, None)
+        if places is not None and isinstance(filled, Ragged) and len(filled) == num_rows(rows):
+            for row, place in enumerate(places.arrays):
+                place[:] = filled[row]
         if not made or any(len(column) != num_rows(rows) for column in made.values()):
             raise OverlordError(
                 f"{self._name}: the function made { ({k: len(v) for k, v in made.items()}) } rows of {num_rows(rows)}; "
@@ -628,11 +682,19 @@ def preload(*tokenizers: str) -> None:
     warm_images()
 
 
-def _mapped(fd: int, nbytes: int) -> npt.NDArray[np.uint8]:
+def _mapped(fd: int, nbytes: int, begin: int = 0) -> npt.NDArray[np.uint8]:
     try:
-        return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+        return np.frombuffer(mmap.mmap(fd, nbytes, offset=begin), np.uint8)
     finally:
         os.close(fd)
+
+
+def _run_into_places(function: Any, head: RunFunction, rows: RowBatch, fds: Sequence[int]) -> RowBatch:
+    """Run a function that writes into places: in the memory that came along, or in memory that is sent back."""
+    table = np.asarray(rows.pop(_PLACES))
+    memory = _mapped(fds[0], head.nbytes, head.begin) if fds else np.empty(head.nbytes, np.uint8)
+    made = function(rows, [memory[begin : begin + size] for begin, size in table.tolist()])
+    return made if fds else {**made, _FILLED: Ragged(memory, offsets_of(table[:, 1]))}
 
 
 def serve(connection: socket.socket) -> None:
@@ -663,8 +725,9 @@ def serve(connection: socket.socket) -> None:
                         function.prepare()
             elif isinstance(head, RunFunction):
                 function = functions[head.key]
-                # A user's function may keep what it is given, or write to it; the memory is used again.
-                made = function(rows if getattr(function, "only_reads", False) else copied_rows(rows))
+                if not getattr(function, "only_reads", False):
+                    rows = copied_rows(rows)  # a user's function may keep or change them; the memory is used again
+                made = _run_into_places(function, head, rows, fds) if _PLACES in rows else function(rows)
             spent = clock.spent()
             send_message(connection, memory.answer(RowsMade(cpu_s=spent.cpu_s, waited_s=spent.waited_s), made))
         except ServiceLost:

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from overlord.core.client_messages import Message
 from overlord.core.messages import HandedOver, Rows, SharedArray, SharedRows, WithPlan, WorkerMessage
 from overlord.core.plan import plan_from_bytes
-from overlord.core.ragged import Ragged, RowBatch
+from overlord.core.ragged import Ragged, RowBatch, Scattered
 from overlord.core.samples import dtype_from_text, dtype_to_text, padded
 from overlord.errors import OverlordError, ServiceLost
 from overlord.runtimes.transport import codec
@@ -193,7 +193,12 @@ class RowMemory:
 
     def ask(self, head: WorkerMessage, rows: RowBatch) -> Message:
         """Write a question into the memory; return the message that tells of it, whole where it does not fit."""
-        return self._write(head, rows, self.asked, None)
+        given, at = dict(rows), 0
+        for name, column in rows.items():
+            if isinstance(column, Scattered):  # straight into the memory, if it fits
+                given[name] = column.gathered(self.asked[at:] if at + column.nbytes <= len(self.asked) else None)
+                at += padded(column.nbytes)
+        return self._write(head, given, self.asked, None, at)
 
     def answer(self, head: WorkerMessage, rows: RowBatch) -> Message:
         """Write an answer into the memory; return the message that tells of it, whole where it does not fit."""
@@ -214,14 +219,18 @@ class RowMemory:
         return found
 
     def _write(
-        self, head: WorkerMessage, rows: RowBatch, memory: npt.NDArray[np.uint8], shared: npt.NDArray[np.uint8] | None
-    ) -> Message:
+        self, head: WorkerMessage, rows: RowBatch, memory: npt.NDArray[np.uint8],
+        shared: npt.NDArray[np.uint8] | None, at: int = 0,
+    ) -> Message:  # fmt: skip
         whole, self._sent = _rows_of(head, rows), []
-        frame, at, table = codec.frame_of(whole), 0, list[SharedArray]()
+        frame, table = codec.frame_of(whole), list[SharedArray]()
         for array in frame[1:]:
             data = np.ascontiguousarray(array)
             kind, offset = dtype_to_text(array.dtype), _offset_in(shared, data)
-            if offset is None:
+            there = _offset_in(memory, data) if shared is None and at else None
+            if there is not None:  # it was gathered there; an answer cannot point to it
+                table.append(SharedArray(kind, array.shape, there, False))
+            elif offset is None:
                 if at + data.nbytes > len(memory):
                     return whole
                 memory[at : at + data.nbytes] = data.reshape(-1).view(np.uint8)

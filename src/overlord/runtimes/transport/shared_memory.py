@@ -11,6 +11,8 @@ import mmap
 import os
 import tempfile
 import threading
+from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -32,15 +34,36 @@ class Segment:
         os.ftruncate(self.fd, capacity)
         self._map = mmap.mmap(self.fd, capacity)
         self.memory: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        _segments[_address(self.memory)] = self
 
     def close(self) -> None:
         """Let go of it; processes that still map it keep their view."""
+        _segments.pop(_address(self.memory), None)
         self.memory = np.empty(0, np.uint8)
         try:
             self._map.close()
         except BufferError:
             pass  # an array still looks into it; the mapping goes when that array does
         os.close(self.fd)
+
+
+_segments: WeakValueDictionary[int, Segment] = WeakValueDictionary()
+"""Those that are open, by the address of their memory."""
+
+
+def find_segment(places: Sequence[npt.NDArray[np.uint8]]) -> tuple[Segment, npt.NDArray[np.int64]] | None:
+    """Return the segment that all of some arrays lie in, and where in it each begins; None where there is none."""
+    base = places[0].base if places else None
+    if not isinstance(base, np.ndarray) or any(place.base is not base for place in places):
+        return None
+    segment = _segments.get(_address(base))
+    if segment is None or segment.memory is not base:
+        return None
+    return segment, np.array([_address(place) for place in places], np.int64) - _address(base)
+
+
+def _address(array: npt.NDArray[np.uint8]) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 class Arena:

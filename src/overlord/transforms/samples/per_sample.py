@@ -365,22 +365,17 @@ def without_beginning(done: Finished, start: Int64s) -> None:
 
 # -- where a function over rows runs: in this thread, or in process workers, which a row may kill ------------------
 
-RowFunction = Callable[[RowBatch], RowBatch]
-"""A pure function: as many rows out as in, each made from its own row alone."""
+RowFunction = Callable[..., RowBatch]
+"""A pure function: as many rows out as in, each made from its own row alone; beside the rows it may be given places."""
 
 
 class PooledRows(Protocol):
     """Such a function in process workers."""
 
-    def __call__(self, rows: RowBatch) -> tuple[RowBatch, list[Fault]]:
-        """Return the results of the surviving rows, in order, and the rows that killed a worker."""
-        ...
+    def __call__(self, rows: RowBatch, places: Sequence[Place] | None = None) -> tuple[RowBatch, list[Fault]]:
+        """Return the results of the surviving rows, in order, and the rows that killed a worker.
 
-    def visit(self, rows: RowBatch, take: Callable[[int, RowBatch], None], row_bytes: Int64s) -> list[Fault]:
-        """Let `take` have the results of each run of rows, from its first row on; return the rows that killed a worker.
-
-        What it is given lies in shared memory, and is overwritten when it returns. `row_bytes` are the bytes that each
-        row becomes. Several threads may call `take` at once.
+        With places, the function is given them beside the rows, one for each row, and writes there.
         """
         ...
 

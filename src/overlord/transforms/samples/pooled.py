@@ -27,11 +27,10 @@ from overlord.core.ragged import (
     NOT_PARSED,
     Ragged,
     RowBatch,
+    Scattered,
     blank_rows,
     concat_rows,
-    gather_runs,
     num_rows,
-    offsets_of,
     slice_rows,
     take_rows,
 )
@@ -172,21 +171,11 @@ class PooledDecoder:
         chosen = items[at_of]
         if not len(chosen):
             return []
-        sizes = media.nbytes_of[chosen]
-        rows: RowBatch = {
-            "data": Ragged(gather_runs(media.values, media.begin[chosen], sizes), offsets_of(sizes)),
-            "grid": media.grids[chosen],
-            "seed": media.seeds[chosen],
-        }
-        faults: list[Fault] = []
-
-        def take(first: int, made: RowBatch) -> None:
-            pixels = ragged_column(made, "out")
-            for row in range(len(pixels)):
-                places[int(at_of[first + row])][:] = pixels[row]
-            faults.extend((int(chosen[first + row]), reason) for row, reason in _texts(made, _FAULT))
-
-        killed = self._run.visit(rows, take, self.item_bytes(media.grids[chosen]))
+        data = Scattered(media.values, media.begin[chosen], media.nbytes_of[chosen], np.dtype(np.uint8))
+        rows: RowBatch = {"data": data, "grid": media.grids[chosen], "seed": media.seeds[chosen]}  # type: ignore[dict-item]
+        made, killed = self._run(rows, [places[at] for at in at_of.tolist()])
+        survived = np.delete(chosen, [row for row, _ in killed])
+        faults = [(int(survived[row]), reason) for row, reason in _texts(made, _FAULT)]
         for row, reason in killed:
             item, place = int(chosen[row]), places[int(at_of[row])]
             try:
@@ -247,22 +236,19 @@ class EncodeRows(_OfSource):
 
 
 class DecodeRows(_OfSource):
-    """Decodes items."""
+    """Decodes items into their places: pixels are too many to be copied once more."""
 
-    def __call__(self, rows: RowBatch) -> RowBatch:
+    def __call__(self, rows: RowBatch, places: Sequence[Place]) -> RowBatch:
         decoder = self.transform.decoder
         assert decoder is not None, "only a source with media has items"
-        data, grids = ragged_column(rows, "data"), np.asarray(rows["grid"])
-        offsets = offsets_of(decoder.item_bytes(grids))
-        out, faults = np.empty(int(offsets[-1]), np.uint8), list[Fault]()
-        for row, seed in enumerate(np.asarray(rows["seed"]).tolist()):
-            place = out[offsets[row] : offsets[row + 1]]
+        data, grids, faults = ragged_column(rows, "data"), np.asarray(rows["grid"]), list[Fault]()
+        for row, (seed, place) in enumerate(zip(np.asarray(rows["seed"]).tolist(), places, strict=True)):
             try:
                 decoder.decode(memoryview(data[row]), grids[row], seed, place)  # type: ignore[arg-type]
             except MediaFault as fault:
                 place[:] = 0
                 faults.append((row, str(fault)))
-        return {"out": Ragged(out, offsets), _FAULT: _column(faults, len(data))}
+        return {_FAULT: _column(faults, len(data))}
 
 
 _NOT_ENCODED: RowBatch = {
