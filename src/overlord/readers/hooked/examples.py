@@ -87,7 +87,7 @@ def _decode(rows: RowBatch, column: str, kind: Kind, lists: tuple[Bytes, Int64s,
     single = code > 0 and kind == _KINDS[code][0]
     # Whole numbers are taken where a column is one of floats.
     codes = (_FLOATS, _INTS) if code == _FLOATS else (code,)
-    fits = np.isin(found, codes)
+    fits = (found == codes[0]) | (found == codes[-1])
     counts, bad = np.zeros(len(found), np.int64), np.zeros(len(found), np.bool_)
     for one in codes:
         some = found == one
@@ -103,13 +103,14 @@ def _decode(rows: RowBatch, column: str, kind: Kind, lists: tuple[Bytes, Int64s,
         if not single:
             rows[sizes_column(column)] = Ragged(items, offsets)
     else:
-        values = np.zeros(int(offsets[-1]), np.float64 if code == _FLOATS else np.int64)
+        values = np.empty(int(offsets[-1]), np.float64 if code == _FLOATS else np.int64)
         for one in codes:
             some = np.flatnonzero(fits & (found == one))
             _numbers(data, at[some], length[some], one, offsets[some], values)
-        single_values = np.zeros(len(found), values.dtype)
-        single_values[fits] = values if single else 0
-        rows[column] = single_values if single else Ragged(values, offsets)
+        rows[column] = Ragged(values, offsets)
+        if single:
+            rows[column] = plain = np.zeros(len(found), values.dtype)
+            plain[fits] = values
     return np.where(fits, 0, np.where(found == 0, 2, 1))
 
 
@@ -322,8 +323,9 @@ def _numbers(data: Bytes, places: Int64s, lengths: Int64s, code: int, offsets: I
                     out[to] = word.view(np.float32)[0]
                     begin += 4
                 else:
-                    value, shift = np.uint64(0), np.uint64(0)
-                    byte = np.uint64(128)
+                    byte = np.uint64(data[np.uint64(begin)])
+                    begin += 1
+                    value, shift = byte & np.uint64(127), np.uint64(7)
                     while byte >= np.uint64(128):
                         byte = np.uint64(data[np.uint64(begin)])
                         begin += 1
