@@ -57,13 +57,18 @@ class Series:
 
     def add(self, step: int, value: float, *, capacity: int = MOST_OF_A_SERIES) -> None:
         """Add the value of a step; steps may come out of order."""
-        at = len(self)
-        steps = self.columns["step"]
-        if at and step <= steps[-1]:
+        steps, counts, means, lows, highs = self.columns.values()
+        if not steps or step > steps[-1]:
+            steps.append(step)
+            counts.append(1)
+            means.append(value)
+            lows.append(value)
+            highs.append(value)
+        else:
             at = bisect_left(steps, step)
-        for name, one in (("step", step), ("count", 1), ("mean", value), ("low", value), ("high", value)):
-            self.columns[name].insert(at, one)
-        if len(self) > capacity:
+            for column, one in ((steps, step), (counts, 1), (means, value), (lows, value), (highs, value)):
+                column.insert(at, one)
+        if len(steps) > capacity:
             self._thin(capacity)
 
     def forget_from(self, step: int) -> None:
