@@ -17,6 +17,7 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m compileall -q src  # an editable install has no bytecode, and some environments let no process write any
 	$(BIN)/python -c 'from overlord.runtimes.launching.deployment import warm_everything as warm; warm()'  # compiled once, so that no first run waits for it
 	@touch $(READY)
 

@@ -4,6 +4,9 @@
 from text to photos, from photos to documents, and back, over 200 steps of 60 samples; the trainer takes a step every
 0.1 s. At the peak 22 of 36 workers are busy, two thirds when those of idle sources are counted. The four setups are
 those of scaling.py; costs come from a profile.
+
+And once more with photos, documents and audio that compute in process workers, on hosts with `FEWEST_CORES` or more:
+as many workers as cores, and costs such that 0.6 of the cores are busy at the peak. Text still waits.
 """
 
 from __future__ import annotations
@@ -26,9 +29,12 @@ from benchmarks.waiting_sources import by_name, measured_costs, waiting_source
 from overlord.scaling.partition import partition, whole_workers
 from overlord.scaling.profiles import Resources, SourceCost, demand
 
-WORKERS = 36
 SAMPLES, STEP_S = 60, 0.1
 GROUPS = (("text", 7, 0.0002), ("photos", 2, 0.05), ("documents", 2, 0.05), ("audio", 1, 0.15))
+FEWEST_CORES = 8
+"""With fewer, one worker for each source is more than the cores can keep busy, and there is nothing to scale."""
+BUSY_AT_PEAK = 22.0
+"""Workers that sources with the costs of `GROUPS` keep busy."""
 TOKENS = 64
 """Of a sample of every source, so that read buffers of all hold the same."""
 INTERVAL_S = 0.25
@@ -36,6 +42,24 @@ ALLOWED_S = 0.01
 """What a step may be waited for without being a stall: it is fetched and opened."""
 LOOK_S = 0.1
 """How often workers and memory are looked at."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a run of the four setups has, and what its samples cost."""
+
+    workers: int
+    computes: bool = False
+    """Whether all but text compute, for so many times what they would wait."""
+    cost_factor: float = 1.0
+
+
+WAITING = Setting(workers=36)
+
+
+def computing(cores: int) -> Setting:
+    """Return the setting of sources that keep 0.6 of the cores busy at the peak."""
+    return Setting(workers=cores, computes=True, cost_factor=0.6 * cores / BUSY_AT_PEAK)
 
 
 @dataclass
@@ -120,12 +144,20 @@ def curves(steps: int) -> dict[str, dict[float, float]]:
     }
 
 
-def job_of(folder: Path, steps: int) -> ol.Job:
+def job_of(folder: Path, steps: int, setting: Setting) -> ol.Job:
     """Write the files and return the job."""
+    folder.mkdir()
     rows = {"text": 1500, "photos": 2000, "documents": 2000, "audio": 500}
     return ol.Job(
         sources=[
-            waiting_source(folder, f"{kind}-{n}", seconds, TOKENS, rows[kind])
+            waiting_source(
+                folder,
+                f"{kind}-{n}",
+                seconds if kind == "text" else seconds * setting.cost_factor,
+                TOKENS,
+                rows[kind],
+                computes=setting.computes and kind != "text",
+            )
             for kind, count, seconds in GROUPS
             for n in range(count)
         ],
@@ -155,52 +187,54 @@ def train(job: ol.Job, folder: str, steps: int, workers: int | dict[str, int], m
     return run
 
 
-def setups(job: ol.Job, costs: list[SourceCost], steps: int) -> dict[str, dict[str, Any]]:
+def setups(job: ol.Job, costs: list[SourceCost], steps: int, total: int) -> dict[str, dict[str, Any]]:
     """Return the workers of each setup, and how many there may be."""
     weights = np.array([job.mixture.weights_at(step, job.names, {}) for step in range(steps)])
     rate = SAMPLES / STEP_S
     # Planner and constructor are paid; what is left are the workers.
-    have = Resources(cpus=WORKERS + 2, bytes=64 << 30)
+    have = Resources(cpus=total + 2, bytes=64 << 30)
     busiest = max(max(demand(row.tolist(), costs, rate)) for row in weights)
     each = whole_workers(1.2 * busiest)
     mean = partition(costs, weights.mean(axis=0).tolist(), have)
     first = partition(costs, weights[0].tolist(), have, samples_per_s=rate)
     return {
-        "fixed": {"workers": WORKERS // len(costs), "most": WORKERS},
+        "fixed": {"workers": max(total // len(costs), 1), "most": total},
         "slowest": {"workers": each, "most": each * len(costs)},
-        "partition": {"workers": by_name(costs, mean.workers), "most": WORKERS},
+        "partition": {"workers": by_name(costs, mean.workers), "most": total},
         "online": {
             "workers": by_name(costs, first.workers),
-            "most": WORKERS,
+            "most": total,
             "scaling": ol.Scaling(interval_s=INTERVAL_S),
         },
     }
 
 
-def real(steps: int) -> dict[str, object]:
+def real(steps: int, setting: Setting = WAITING) -> dict[str, object]:
     """Return the figures of the four setups, as they really ran."""
+    name_of, threads = ("computing_", {"threads": setting.workers}) if setting.computes else ("real_", {})
     with tempfile.TemporaryDirectory(prefix="overlord-scaling-") as folder:
-        job = job_of(Path(folder), steps)
+        job = job_of(Path(folder) / "data", steps, setting)
         costs = measured_costs(job, f"{folder}/cache", 24, 1.0)
         runs: dict[str, Run] = {}
-        for name, setup in setups(job, costs, steps).items():
+        for name, setup in setups(job, costs, steps, setting.workers).items():
             began = time.perf_counter()
-            runs[name] = train(job, folder, steps, **setup)
-            print(f"scaling: {name} took {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+            runs[name] = train(job, folder, steps, **setup, **threads)
+            print(f"scaling: {name_of}{name} took {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
     first, last = runs["fixed"], runs["online"]
-    return {
-        "real_online_over_fixed_stall": last.stall_s / max(first.stall_s, 1e-9),
-        "real_online_over_fixed_memory": last.peak_buffers / first.peak_buffers,
-        "real_online_over_fixed_pss": last.peak_pss / first.peak_pss,
-        "real_online_over_fixed_worker_s": last.worker_s / first.worker_s,
-        "real_same_digests": len({run.digest for run in runs.values()}) == 1,
-        "real_events": last.events,
-        **{f"real_stall_s_{name}": run.stall_s for name, run in runs.items()},
-        **{f"real_worker_s_{name}": run.worker_s for name, run in runs.items()},
-        **{f"real_cpu_s_{name}": run.cpu_s for name, run in runs.items()},
-        **{f"real_peak_buffers_mb_{name}": run.peak_buffers / 1e6 for name, run in runs.items()},
-        **{f"real_peak_pss_mb_{name}": run.peak_pss / 1e6 for name, run in runs.items()},
-        **{f"real_peak_workers_{name}": run.peak_workers for name, run in runs.items()},
-        "real_rows": {name: [round(1000 * wait, 2) for wait in run.waits] for name, run in runs.items()},
-        "real_workers": {kind: [one[kind] for one in last.workers] for kind, _, _ in GROUPS},
+    figures = {
+        "online_over_fixed_stall": last.stall_s / max(first.stall_s, 1e-9),
+        "online_over_fixed_memory": last.peak_buffers / first.peak_buffers,
+        "online_over_fixed_pss": last.peak_pss / first.peak_pss,
+        "online_over_fixed_worker_s": last.worker_s / first.worker_s,
+        "same_digests": len({run.digest for run in runs.values()}) == 1,
+        "events": last.events,
+        **{f"stall_s_{name}": run.stall_s for name, run in runs.items()},
+        **{f"worker_s_{name}": run.worker_s for name, run in runs.items()},
+        **{f"cpu_s_{name}": run.cpu_s for name, run in runs.items()},
+        **{f"peak_buffers_mb_{name}": run.peak_buffers / 1e6 for name, run in runs.items()},
+        **{f"peak_pss_mb_{name}": run.peak_pss / 1e6 for name, run in runs.items()},
+        **{f"peak_workers_{name}": run.peak_workers for name, run in runs.items()},
+        "rows": {name: [round(1000 * wait, 2) for wait in run.waits] for name, run in runs.items()},
+        "workers": {kind: [one[kind] for one in last.workers] for kind, _, _ in GROUPS},
     }
+    return {f"{name_of}{key}": value for key, value in figures.items()}

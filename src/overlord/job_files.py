@@ -27,7 +27,7 @@ import yaml
 from overlord.core.spec_errors import MOST_PROBLEMS, Loc, Locate, did_you_mean, follow
 from overlord.errors import OverlordError, SpecError, joined
 from overlord.job.hook_specs import HOOK_KINDS, search_beside
-from overlord.job.spec_model import Spec, describe_schema
+from overlord.job.spec_model import Spec, describe_schema, field_docs
 from overlord.job.specs import (
     Audio,
     Chat,
@@ -331,7 +331,7 @@ def dump_job_yaml(job: Job, launch: LaunchOptions | None = None) -> str:
         if hook is not None:
             hook.written(kind)
     out = ["# A job of overlord. Run it with: overlord run FILE", ""]
-    for name, field in Job.model_fields.items():
+    for name in Job.model_fields:
         value = getattr(job, name)
         if name == "sources":
             value = [_source_keys(source) for source in value]
@@ -339,12 +339,12 @@ def dump_job_yaml(job: Job, launch: LaunchOptions | None = None) -> str:
             value = _mixture_keys(job)
         elif name == "batch":
             value = job.batch.model_dump(mode="json", exclude_none=True)
-        out += [f"# {field.description}", _yaml(name, value), ""]
+        out += [f"# {field_docs(Job)[name]}", _yaml(name, value), ""]
     out += ["# How the job is run; nothing here changes which samples are drawn.", "launch:"]
     written = (launch or LaunchOptions()).model_dump(mode="json")
-    for name, field in LaunchOptions.model_fields.items():
+    for name in LaunchOptions.model_fields:
         value = written[name]
-        out += [f"  # {field.description}", textwrap.indent(_yaml(name, value), "  ")]
+        out += [f"  # {field_docs(LaunchOptions)[name]}", textwrap.indent(_yaml(name, value), "  ")]
     return "\n".join(out) + "\n"
 
 

@@ -207,3 +207,12 @@ def test_a_plan_made_by_hand_has_the_shape_of_the_layout(tmp_path, cache, layout
     assert batch["input_ids"].shape[-1] % layout.block == 0
     with pytest.raises(ol.PlanError, match="another shape than the layout asks for"):
         ol.launch(job, runtime="inline", cache=cache, mesh=mesh, layout=layout, strategy=by_hand_and_wrong)
+
+
+def test_the_first_step_reads_few_long_documents(tmp_path, cache):
+    lines = [json.dumps({"ids": [1 + n % 50] * 6000}) for n in range(64)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    source = ol.Source("a", str(tmp_path / "a.jsonl"), sample=ol.Text("ids", tokenized=True), shuffle_bytes=0)
+    job = ol.Job(sources=[source], batch=ol.Batch(8192, global_tokens=16384), overlength="truncate")
+    _, status = first_batch(job, cache)
+    assert status["rows_read"] <= 16, "lengths are learned from a few rows; all that seem to be needed are 64"

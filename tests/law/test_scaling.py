@@ -191,6 +191,40 @@ def test_the_stream_is_the_same_with_scaling_and_resumes(slow, cache, expected, 
 
 
 @pytest.mark.slow
+def test_constant_weights_never_scale_while_the_host_is_loaded(folder, cache):
+    """Sources that compute take longer on a busy host, and cost no more: what counts are seconds of a processor."""
+
+    def compute(row):
+        end = time.thread_time() + 0.02
+        while time.thread_time() < end:
+            sum(row["ids"])
+        return {"tokens": row["ids"]}
+
+    sources = []
+    for name in ("papers", "books"):
+        source_of(folder, name, 0.0)
+        sample = ol.Custom(compute, columns=["ids"], process=True, name=name, code_digest=name)
+        sources.append(ol.Source(name, str(folder / name), sample=sample, shuffle_bytes=1 << 15))
+    job = ol.Job(sources=sources, batch=ol.Batch(64, global_samples=8), seed=5)
+    scaling = ol.Scaling(interval_s=0.25, patience=2, window=2)
+    spinning: list[subprocess.Popen[bytes]] = []
+
+    def load(service, step: int) -> None:
+        if step == 10:  # four processes for each core: a stretch takes about five times as long from here on
+            command = [sys.executable, "-c", "while True: pass"]
+            spinning.extend(subprocess.Popen(command) for _ in range(4 * len(os.sched_getaffinity(0))))
+
+    with ol.launch(job, mesh=MESH, scaling=scaling, budget=ol.Budget(cpus=CPUS), cache=cache) as service:
+        try:
+            found = train(service, 30, pause_s=0.25, before=load)
+        finally:
+            for process in spinning:
+                process.kill()
+                process.wait()
+    assert found.events == [] and all(set(workers.values()) == {1} for workers in found.workers)
+
+
+@pytest.mark.slow
 def test_hosts_are_woken_and_end_when_nobody_needs_them(slow, cache, expected):
     with ol.launch(slow, mesh=MESH, **PROCESSES, **SCALED, cache=cache) as service:
         before = {child.pid for child in psutil.Process(service.pid).children(recursive=True)}

@@ -40,3 +40,6 @@ def test_no_step_waits_for_a_compiler(ids_job, tmp_path):
     command = [sys.executable, "-c", COUNT, path, str(tmp_path / "cache")]
     done = subprocess.run(command, env=fresh, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "compiled: []"
+    assert done.stderr.count("kernels are being compiled") == 1, "a start that takes long must say why"
+    done = subprocess.run(command, env=fresh, capture_output=True, text=True, check=True)
+    assert "kernels" not in done.stderr, "they are in numba's cache now"

@@ -17,6 +17,7 @@ import typer
 from overlord.cli.output import Screen
 from overlord.errors import SpecError
 from overlord.job.layout_specs import DEFAULT_CACHE, Layout
+from overlord.job.spec_model import field_docs
 from overlord.job.specs import Job
 from overlord.job_files import JobFile, load_job_file
 from overlord.launch_spec import Budget, Launch
@@ -111,7 +112,7 @@ def _flag(name: str, runtimes: Any) -> inspect.Parameter:
     if name == "scaling":
         kind, flag = bool, "--scaling/--no-scaling"
     option = typer.Option(
-        flag, help=_HELP.get(name, field.description), metavar=_METAVARS.get(name), show_default=False
+        flag, help=_HELP.get(name, field_docs(Launch).get(name)), metavar=_METAVARS.get(name), show_default=False
     )
     kinded = Annotated[kind | None, option]  # type: ignore[valid-type]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kinded)

@@ -6,12 +6,16 @@ All spec classes derive from `Spec`; the field types turn what a person writes (
 
 from __future__ import annotations
 
+import ast
+import functools
 import hashlib
 import inspect
+import itertools
 import math
 import operator
 import os
 import re
+import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Self, TypeVar, cast, dataclass_transform, get_args
@@ -74,7 +78,9 @@ def spec_field(*, default: Any = ..., kw_only: bool = True, **more: Any) -> Any:
 class Spec(BaseModel):
     """A part of a job: frozen, unknown keys refused, every problem a SpecError."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    # What a process does not use is not built: a service is given its job ready, and validates nothing. Docstrings of
+    # fields are read when they are shown (`field_docs`): pydantic would parse the source of every spec on import.
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     positional: ClassVar[tuple[str, ...]] = ()
     """Fields that may be given without their name, in this order: those with `Field(kw_only=False)`."""
@@ -163,7 +169,8 @@ class Spec(BaseModel):
         for name, field in cls.model_fields.items():
             key = field.alias or name
             if field.is_required() and key not in data:
-                about = f" ({field.description.splitlines()[0].rstrip('.')})" if field.description else ""
+                words = field_docs(cls).get(name, "")
+                about = f" ({words.splitlines()[0].rstrip('.')})" if words else ""
                 faults.append(conflict(f"missing{about}; without it {cls.__name__} has no meaning. Add it", key))
         if faults:
             details = [_detail((), fault, data) for fault in faults]
@@ -232,13 +239,48 @@ def _as_spec_error(kind: type[Spec], data: object, locate: Locate | None = None)
         raise SpecError(explain(error.errors(include_url=False), data, title=title, locate=locate)) from None
 
 
+@functools.cache
+def field_docs(kind: type[Spec]) -> dict[str, str]:
+    """Return the docstring of each field of a spec that has one; none where there is no source code.
+
+    Example:
+        >>> class Cut(Spec):
+        ...     width: int
+        >>> field_docs(Cut)
+        {}
+    """
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        try:
+            own = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0] if issubclass(base, Spec) else None
+        except (OSError, TypeError):
+            continue
+        for field, doc in itertools.pairwise(own.body if isinstance(own, ast.ClassDef) else ()):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(doc, ast.Expr):
+                words = doc.value.value if isinstance(doc.value, ast.Constant) else None
+                if isinstance(words, str) and field.target.id in kind.model_fields:
+                    found[field.target.id] = inspect.cleandoc(words)
+    return found
+
+
 def describe_schema(kind: type[Spec]) -> dict[str, Any]:
     """Return the JSON Schema of a spec; of the descriptions, what an editor can show (no doctests)."""
     schema = kind.model_json_schema(by_alias=True)
-    for part in (schema, *schema.get("$defs", {}).values()):
+    specs = {spec.__name__: spec for spec in _subclasses(Spec)} | {kind.__name__: kind}
+    for title, part in ((kind.__name__, schema), *schema.get("$defs", {}).items()):
         if "description" in part:
             part["description"] = part["description"].split("\n\nExample:")[0]
+        for name, words in field_docs(specs[title]).items() if title in specs else ():
+            key, properties = specs[title].model_fields[name].alias or name, part.get("properties", {})
+            if key in properties:  # else it is left out of schemas
+                properties[key] = dict(sorted((properties[key] | {"description": words}).items()))
     return schema
+
+
+def _subclasses(kind: type[Spec]) -> Iterator[type[Spec]]:
+    for one in kind.__subclasses__():
+        yield one
+        yield from _subclasses(one)
 
 
 def code_of(fn: Any) -> dict[str, str]:

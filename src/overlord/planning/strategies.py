@@ -411,7 +411,7 @@ def meets_once(strategy: Strategy | None) -> bool:
 
 _Stages = list[tuple[int, str | dict[str, Any]]]
 _Choices: Any = {name: (kind | None, None) for name, kind in _KINDS.items()} | {"curriculum": (_Stages | None, None)}
-_ByName: Any = create_model("StrategyChoice", __config__=ConfigDict(extra="forbid"), **_Choices)
+_ByName: Any = create_model("StrategyChoice", __config__=ConfigDict(extra="forbid", defer_build=True), **_Choices)
 _Name: Any = Literal[tuple(_KINDS)]  # type: ignore[valid-type]
 AnyStrategy = Annotated[Strategy, PlainValidator(as_strategy, json_schema_input_type=_ByName | _Name)]
 """A strategy in any form that a launch takes."""

@@ -12,7 +12,6 @@ import numpy as np
 
 from overlord.core.draw import Pieces, cut_pieces
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.plan import count_labels
 from overlord.core.ragged import Ragged
 from overlord.planning import strategies
 from overlord.planning.balancing.balance import METHODS, MethodName, Objective, balance, place
@@ -27,7 +26,7 @@ _ITEMS = np.array([9, 7, 5, 3, 3, 2, 1]), np.array([1, 7, 2, 3, 6, 2, 5])
 
 @functools.cache
 def warm_launch() -> None:
-    """Load the kernels that any step may need: the draw, labels, and the default balance with its fallbacks.
+    """Load the kernels that any step may need: the draw, and the default balance with its fallbacks.
 
     The other kernels of a strategy are loaded by the first plan, before a launch returns.
     """
@@ -35,7 +34,6 @@ def warm_launch() -> None:
     _balance("greedy", "lockstep")
     image = Pieces(np.zeros(1, np.int32), np.ones(1, np.int32), np.ones(1, np.int32))
     cut_pieces(np.array([3], np.int32), 2, image)
-    count_labels(np.ones(1, np.uint8), np.zeros(1, np.int64), np.ones(1, np.int64))
 
 
 @functools.cache

@@ -247,6 +247,9 @@ _FEW_ITEMS = 1 << 16
 """The list of images is compacted when it is longer than this: images of drawn samples are dropped."""
 _FIRST_GUESS = 256.0
 """The assumed length of samples before any was measured."""
+_FIRST_ROWS = 4
+"""Rows that are asked for at most of a source of which no length is known: documents may be long, and the first step
+would wait until many more of them are tokenized than it draws."""
 
 Int32s = npt.NDArray[np.int32]
 
@@ -298,6 +301,8 @@ class _MetadataBuffer:
         self._start = state.start.copy()
         """Tokens of the sample at the cursor that are drawn already, of sources without buffered metadata."""
         self.mean_tokens = np.full(num, _FIRST_GUESS)
+        self.known = np.zeros(num, np.bool_)
+        """Whether lengths of a source were seen."""
         self.meta: MetaArray = np.empty(0, META)
         self.supply = Supply(np.empty(0, np.int32), np.empty(0, np.int32), *np.zeros((3, num), np.int64))
         self._room = np.zeros(num, np.int64)
@@ -331,6 +336,7 @@ class _MetadataBuffer:
         self._start[which] = 0
         means = np.add.reduceat(tokens, given) / sizes
         self.mean_tokens[which] += (means - self.mean_tokens[which]) * sizes / (sizes + 16)  # a few rows say little
+        self.known[which] = True
         self.next[which] = [delta.next_cursor for delta in deltas]
         supply.held[which] += sizes
         if len(self._items) > self._most_items:
@@ -609,21 +615,26 @@ class Drawer:
         work.start[source] = end
         self._metadata.pass_tokens(source, tokens)
 
-    def _top_up(self, weights: Int64s, part: Budget, starved: int | None = None) -> None:
+    def _top_up(self, weights: Int64s, part: Budget, starved: int | None = None, *, again: bool = False) -> None:
         """Request the metadata that the budget will probably need, of all sources at once; a group may end earlier."""
         metadata = self._metadata
         expected = self._expected(weights, part)
         wanted = expected - metadata.left
         wanted[(weights <= 0) | (metadata.next[:, 0] >= self._most_epochs)] = 0
-        if starved is not None:
+        if starved is not None or again:
             # Sources that lack many rows would starve next. A few missing rows are no reason to ask for more: the draw
             # stays within one sample of the weights.
             wanted[wanted <= 2 + expected // 8] = 0
+        if starved is not None and not again:
             wanted[starved] = max(16, expected[starved])
+        first = ~metadata.known & (wanted > _FIRST_ROWS)
+        wanted[first] = _FIRST_ROWS
         asked = np.flatnonzero(wanted > 0).tolist()
         if asked:
             requests = [MetaRequest(i, Cursor(*metadata.next[i].tolist()), int(wanted[i])) for i in asked]
             metadata.add(self._loaders.summary_buffer(requests))  # (4) metadata of what the loaders hold
+        if first.any():
+            self._top_up(weights, part, starved, again=True)  # now by their lengths
 
     def _expected(self, weights: Int64s, part: Budget) -> Int64s:
         """Return how many more samples of each source the budget will probably take."""

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numba.core import event as numba_events
 
 from overlord.core.draw import Limits
 from overlord.core.messages import SourceFacts
 from overlord.core.order import BEGIN, DataFile, SortedOrder, SourceOrder
 from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.plan import count_labels
 from overlord.core.ragged import Kind, Ragged, RowBatch, gather_runs
 from overlord.core.samples import FILE_SHIFT, Cursor
 from overlord.core.spec_errors import list_some
@@ -656,6 +659,45 @@ def base_weights(job: Job, facts: Mapping[str, SourceFacts]) -> dict[str, float]
 # fast too.
 
 
+SAY_AFTER_S = 2.0
+"""Seconds of compiling after which a process says that it compiles."""
+
+
+class _CompilingNotice(numba_events.Listener):  # type: ignore[misc]
+    """Logs once that kernels are being compiled, when that takes long; loading them from the cache does not count."""
+
+    def __init__(self) -> None:
+        self._began = self._total = 0.0
+        self._depth = 0
+        self._told = False
+
+    def on_start(self, event: Any) -> None:
+        """Note that a kernel is being compiled, maybe for another one."""
+        self._began = self._began if self._depth else time.monotonic()
+        self._depth += 1
+        self._tell_if_long()
+
+    def on_end(self, event: Any) -> None:
+        """Note that it is compiled."""
+        self._tell_if_long()
+        self._depth -= 1
+        self._total += 0.0 if self._depth else time.monotonic() - self._began
+
+    def _tell_if_long(self) -> None:
+        if not self._told and self._total + time.monotonic() - self._began > SAY_AFTER_S:
+            self._told = True
+            logger.warning(
+                "kernels are being compiled, which takes up to a minute or two. It is done once after an install: the "
+                "next start finds them in numba's cache, if its folder can be written (see NUMBA_CACHE_DIR)."
+            )
+
+
+@functools.cache
+def tell_of_compiling() -> None:
+    """From now on, say in the log when this process compiles for long."""
+    numba_events.register("numba:compile", _CompilingNotice())
+
+
 def warm_job(job: Job, layout: Layout) -> None:
     """Load what a job and a layout will need."""
     warm_common()
@@ -673,12 +715,14 @@ def warm_job(job: Job, layout: Layout) -> None:
 
 def warm_common() -> None:
     """Load what every job needs."""
+    tell_of_compiling()
     warm_launch()
     warm_packing()
     for kind in (np.int32, np.int64, np.uint8):
         Ragged(np.ones(2, kind), np.arange(3)).take(np.array([1, 0]))
     for values in (np.zeros(1, np.uint8), np.frombuffer(b"0", np.uint8)):  # payloads are read-only
         gather_runs(values, np.zeros(1, np.int64), np.ones(1, np.int64))
+        count_labels(values, np.zeros(1, np.int64), np.ones(1, np.int64))
     warm_spill()
 
 
