@@ -112,9 +112,9 @@ def test_a_lost_planner_has_nothing_read_again(tmp_path, cache, monkeypatch):
     read: list[int] = []
     read_rows = SourceLoader.read
 
-    def counted(self, cursor, group, count):
-        read.append(cursor.offset)
-        return read_rows(self, cursor, group, count)
+    def counted(self, wanted):
+        read.extend(cursor.offset for cursor, _, _ in wanted)
+        return read_rows(self, wanted)
 
     monkeypatch.setattr(SourceLoader, "read", counted)
     script = FaultScript().kill("planner", 11)

@@ -115,10 +115,10 @@ def test_what_fails_ahead_is_met_by_whoever_needs_it_and_nothing_hangs(tmp_path:
     pool = fleet._pools[0]
     read, broken = pool.loader.read, threading.Event()
 
-    def failing(cursor, group, count):
-        if broken.is_set() and cursor.offset > 0:
+    def failing(wanted):
+        if broken.is_set() and any(cursor.offset > 0 for cursor, _, _ in wanted):
             raise OSError("the disk is gone")
-        return read(cursor, group, count)
+        return read(wanted)
 
     pool.loader.read = failing  # type: ignore[method-assign]
     broken.set()
@@ -261,14 +261,15 @@ def test_two_workers_never_read_in_one_group_at_the_same_time(tmp_path: Path, ex
     twice: list[tuple[int, int]] = []
     read, measure, turn = pool.loader.read, pool.loader.measure, itertools.count()
 
-    def slow_read(cursor, group, count):
-        twice.extend([cursor[:2]] * (cursor[:2] in inside))
-        inside.add(cursor[:2])
+    def slow_read(wanted):
+        keys = {cursor[:2] for cursor, _, _ in wanted}
+        twice.extend(keys & inside)
+        inside.update(keys)
         time.sleep(0.002 * (next(turn) % 4))
         try:
-            return read(cursor, group, count)
+            return read(wanted)
         finally:
-            inside.discard(cursor[:2])
+            inside.difference_update(keys)
 
     def slow_measure(stretches):
         time.sleep(0.001 * (next(turn) % 7))

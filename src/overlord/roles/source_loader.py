@@ -588,8 +588,11 @@ class SourceLoader:
 
     def read(self, wanted: Sequence[tuple[Cursor, Group, int]]) -> list[Stretch]:
         """Read rows of groups: from each cursor on so many. Others may be read concurrently, each by one caller."""
-        if len(wanted) > 1 and not all(group.scattered for _, group, _ in wanted):  # never more streams than needed
-            return [stretch for one in wanted for stretch in self.read([one])]
+        if all(group.scattered for _, group, _ in wanted):
+            return self._read_together(wanted)
+        return [stretch for one in wanted for stretch in self._read_together([one])]  # no more streams than needed
+
+    def _read_together(self, wanted: Sequence[tuple[Cursor, Group, int]]) -> list[Stretch]:
         keys = [cursor[:2] for cursor, _, _ in wanted]
         with self.reading(keys):
             readers = [self._reader_at(cursor, group, keys) for cursor, group, _ in wanted]
