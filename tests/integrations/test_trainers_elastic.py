@@ -156,6 +156,7 @@ def train(rank, world, job, cache, folder, resume):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_trainers_resume_on_another_number_of_ranks(job, cache, tmp_path):
     (whole,) = run_ranks(train, 1, tmp_path / "one", 1, job, cache, str(tmp_path), False)
     again = run_ranks(train, 2, tmp_path / "two", 2, job, cache, str(tmp_path), True)
