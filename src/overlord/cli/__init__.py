@@ -20,8 +20,8 @@ COMMANDS = {
     "serve": "Serve a job to trainers in other processes, of this host or of a cluster's, until Ctrl-C or SIGTERM.",
     "status": "Show what a running service is doing: mixture, buffers, bad samples, clients, and the hosts of a "
     "cluster.",
-    "top": "Watch a running service: what it waits for, steps/s, sources, hosts, reports and faults, until Ctrl-C.",
     "dashboard": "Serve a live page of a running service: waits, sources, balance, hosts, samples.",
+    "top": "Watch a running service: what it waits for, steps/s, sources, hosts, reports and faults, until Ctrl-C.",
     "trace": "Record which roles of a running service waited for which, by step, as a trace for Perfetto.",
     "schema": "Print the JSON Schema of job files, for editors.",
     "version": "Print the version.",
