@@ -77,7 +77,7 @@ def test_a_column_of_another_kind_ends_the_launch(tmp_path: Path, cache: str, de
     tail = f"tokenizer: {demo_files.tokenizer}\n"
     for sample, reason in (
         ("{kind: text, column: none}", "column 'none' is missing or null in this row"),
-        ("{kind: image_text, image: text, text: text}", "the bytes are no image of an allowed format"),
+        ("{kind: image_text, image: text, text: text}", "'hello' is neither base64 nor a data: URL"),
     ):
         outcome = run(job(tmp_path, "a.parquet", sample, tail=tail), cache)
         assert outcome.exit_code == 2, outcome.stderr
@@ -142,6 +142,7 @@ def command(*words: object) -> list[str]:
     return [sys.executable, "-m", "overlord", *map(str, words)]
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_run_with_its_figures(tmp_path: Path, cache: str) -> None:
     lines(tmp_path / "a.jsonl", good(2000))
     words = command("run", job(tmp_path, "a.jsonl"), "--steps", 1_000_000, "--cache", cache, "--json")

@@ -210,7 +210,7 @@ def run_scripts(job, cache, expected, shadows, seeds):
         assert found == expected, f"seed {seed}: {script}"
 
 
-@pytest.mark.parametrize("shadows", [False, True])
+@pytest.mark.parametrize("shadows", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_random_scripts(job, cache, expected, shadows):
     run_scripts(job, cache, expected, shadows, range(60))
 

@@ -157,6 +157,7 @@ def train_megatron(rank: int, size: int) -> list[Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_a_gpt_of_megatron_core_trains_over_rings_as_alone(tmp_path):
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     together = run_ranks(train_megatron, WORLD, tmp_path / "four", WORLD)

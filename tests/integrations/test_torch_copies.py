@@ -123,7 +123,8 @@ class ThreadedCopies(HostCopies):
         self.pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("backbone_balance", marks=pytest.mark.slow), "vlm_hybrid"])
+@pytest.mark.parametrize("strategy", ["backbone_balance", "vlm_hybrid"])
+@pytest.mark.slow
 def test_steps_fetched_ahead_are_the_steps(strategy, mixed_job, cache, monkeypatch):
     def steps_of(loader):
         for _, step in zip(range(3), loader, strict=False):

@@ -285,9 +285,9 @@ def expected_gradients(seeds: range) -> Iterator[Tensor]:
 @pytest.mark.parametrize(
     ("name", "count", "most", "options"),
     [
-        ("fsdp2", 24, 0.005, {}),
+        pytest.param("fsdp2", 24, 0.005, {}, marks=pytest.mark.slow),
         pytest.param("fsdp2", 24, 0.005, {"objective": "lockstep", "blocks": "any"}, marks=pytest.mark.slow),
-        pytest.param("fsdp2", 200, 0.05, {}, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+        pytest.param("fsdp2", 200, 0.05, {}, marks=[pytest.mark.nightly, pytest.mark.timeout(900)]),
         pytest.param("fsdp2", 200, 0.05, {"blocks": "any"}, marks=[pytest.mark.nightly, pytest.mark.timeout(900)]),
         pytest.param("replicated", 200, 0.05, {}, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
@@ -308,7 +308,7 @@ def test_random_plans_end_and_agree_whatever_the_speed_of_ranks(name, count, mos
     [
         ("cp=4", {}, 10),
         ("dp=2,cp=3", {"blocks": "any"}, 0),  # rounds hardly ever need a dummy
-        ("dp=4,cp=2", {"objective": "lockstep", "blocks": "any"}, 0),
+        pytest.param("dp=4,cp=2", {"objective": "lockstep", "blocks": "any"}, 0, marks=pytest.mark.slow),
         ("pp=2,dp=4,cp=2", {}, 0),
         ("pp=2,dp=2,cp=2,vpp=2", {"objective": "sum"}, 10),
     ],
@@ -419,7 +419,7 @@ def as_a_program(rank: int, world: int, folder: str, way: str, name: str) -> Non
 @pytest.mark.parametrize(
     ("way", "name"),
     [
-        ("raises", "replicated"),
+        pytest.param("raises", "replicated", marks=pytest.mark.slow),
         ("killed", "replicated"),
         pytest.param("raises", "fsdp2", marks=pytest.mark.slow),
         pytest.param("raises alone", "fsdp2", marks=pytest.mark.slow),

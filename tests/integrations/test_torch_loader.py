@@ -145,8 +145,10 @@ class _Wrapped(torch.utils.data.IterableDataset):
     "what",
     [
         "loader",
-        "forked client",
-        *(pytest.param(w, marks=pytest.mark.slow) for w in ("client", "launch", "forked inline client")),
+        *(
+            pytest.param(w, marks=pytest.mark.slow)
+            for w in ("forked client", "client", "launch", "forked inline client")
+        ),
     ],
 )
 def test_workers_of_a_torch_loader_that_would_repeat_every_sample_are_refused(ids_job, cache, what):
@@ -395,6 +397,7 @@ def _take_in_a_group(rank, job, cache):
     return found
 
 
+@pytest.mark.slow
 def test_only_the_processes_of_a_group_take_batches(ids_job, cache, tmp_path):
     first, none, last = run_ranks(_take_in_a_group, 3, tmp_path, ids_job, cache)
     assert none is None

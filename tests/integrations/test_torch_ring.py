@@ -181,6 +181,7 @@ def test_what_does_not_fit_is_refused():
     assert ring.calls == 1 and not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_a_device_runs_small(monkeypatch, capsys):
     from benchmarks import ring as benchmark
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(2 * LIMIT + 100)  # the first test of a module 
 
 # Eight processes import torch for every run: those that show least are for `make test-slow`.
 MESHES = [
-    pytest.param("dp=2,tp=2", "local"),
+    pytest.param("dp=2,tp=2", "local", marks=pytest.mark.slow),
     pytest.param("dp=2,cp=2,tp=2", "local", marks=pytest.mark.nightly),
     pytest.param("dp=2,cp=2,pp=2", "local", marks=pytest.mark.slow),
     pytest.param("dp=2,tp=2,pp=2", "local", marks=pytest.mark.nightly),

@@ -192,6 +192,7 @@ def test_when_all_are_parked_the_error_says_so(folder, tmp_path):
                 service.plan_raw(step)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_bucket_that_stops_answering(tmp_path, folder, monkeypatch):
     monkeypatch.setattr("overlord.readers.source_files._FIRST_PAUSE_S", 0.01)

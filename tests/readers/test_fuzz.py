@@ -1,6 +1,6 @@
 """Flipped bytes: every reader and every image decoder answers with rows, bad samples or our errors, never a signal.
 
-Each case flips one byte of a small valid file, by a seed. `make test` runs 500 flips of each file, `make test-nightly`
+Each case flips one byte of a small valid file, by a seed. `make test` runs 200 flips of each file, `make test-nightly`
 20,000. What pyarrow decodes is read in reader processes, as a service reads it; the rest in forked children, which
 must not end by a signal.
 """
@@ -40,7 +40,7 @@ from overlord.transforms.samples.per_sample import MediaFault
 
 DATA = Path(__file__).parent / "data"
 ROWS = 24
-FEW, MANY = 500, 20_000
+FEW, MANY = 200, 20_000
 BATCH = 100
 """Flips in one forked child."""
 MOST_BYTES = 1 << 30

@@ -104,7 +104,7 @@ def test_a_column_that_is_not_there_is_refused(open_source):
 
 
 def test_a_changed_length_or_place_is_found_wherever_it_is(tmp_path: Path, open_source, monkeypatch):
-    monkeypatch.setattr("overlord.readers.megatron._ROWS_AT_A_TIME", 3)
+    monkeypatch.setattr("overlord.readers.megatron_files._ROWS_AT_A_TIME", 3)
     path = write_dataset(tmp_path / "x", [[1, 2, 3], [], [4, 5], [6], [7, 8, 9], [10, 11], [12]])
     whole = path.with_suffix(".idx").read_bytes()
     assert len(tokens_of(open_source(path))) == 7

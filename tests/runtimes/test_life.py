@@ -98,7 +98,9 @@ def test_nobody_waits_in_a_service_that_closes():
 class Answered:
     def poll(self, timeout_s):
         """Whatever was asked: the fields of all answers."""
-        return SimpleNamespace(pid=1, opened=0, version=99, busy_s=0.0, rewound=False, served=-1, facts={}, step=0)
+        return SimpleNamespace(
+            pid=1, opened=0, version=99, busy_s=0.0, rewound=False, served=-1, facts={}, step=0, hosts={}
+        )
 
 
 class Living:

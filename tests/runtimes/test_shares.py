@@ -232,7 +232,8 @@ def pictures(tmp_path_factory, demo_files):
     return job, [len(one) for one in files]
 
 
-@pytest.mark.parametrize("keys", ["hf", pytest.param("megatron", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("keys", ["hf", "megatron"])
+@pytest.mark.slow
 def test_stages_without_images_know_which_of_them_decode(pictures, tmp_path, cache, keys, monkeypatch):
     """The first stage decodes them, and only it has them: the others are told which samples count in the loss."""
     # What is packed for a rank that is not attached yet, to know what decodes, is packed for it again when it comes.

@@ -111,6 +111,16 @@ class Spec(BaseModel):
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
         cls.positional = tuple(name for name, field in cls.model_fields.items() if field.kw_only is False)
+        cls._show_fields()
+
+    @classmethod
+    def __pydantic_on_complete__(cls) -> None:
+        super().__pydantic_on_complete__()
+        cls._show_fields()  # a spec that is built when it is first used gets pydantic's own signature then
+
+    @classmethod
+    def _show_fields(cls) -> None:
+        """Let help and editors show the fields as they are written."""
         parameters: list[inspect.Parameter] = []
         for name, field in cls.model_fields.items():
             default = inspect.Parameter.empty if field.is_required() else field.get_default()
