@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -385,6 +386,14 @@ def test_a_folder_that_was_there_stays(tmp_path):
     assert make_until_gone(tmp_path / "missing" / "folder") is None
     time.sleep(0.2)
     assert tmp_path.exists()
+
+
+def test_a_planner_does_not_make_the_folder_of_a_service_that_has_ended(tmp_path):
+    """Nothing would remove it any more."""
+    gone = tmp_path / "gone"
+    with pytest.raises(ol.StoreError, match="the service has ended"):
+        PlannerHost._own_store(SimpleNamespace(_claim_folder=lambda: gone))
+    assert not gone.exists()
 
 
 def test_frames_carry_what_they_were_given():

@@ -28,7 +28,7 @@ from overlord.core.messages import (
 )
 from overlord.core.place_tree import ranks_of_host
 from overlord.core.plan import LoadingPlan, PlanSlice, plan_to_bytes
-from overlord.errors import Rewound
+from overlord.errors import Rewound, StoreError
 from overlord.job.specs import Source
 from overlord.runtimes.autoscaling.scaler import check_sizes
 from overlord.runtimes.hosts.peers import NO_REPORT, RemoteLoaders
@@ -60,9 +60,7 @@ class PlannerHost(RoleHost):
         facts, options = message.facts, self._options
         if self._peers.me[1] > 1:  # it comes in the place of another planner
             options = dataclasses.replace(options, recover=True)
-        store, point = open_store(
-            options, options.store or str(self._claim_folder() / "store"), self._environment.open_place
-        )
+        store, point = open_store(options, options.store or self._own_store(), self._environment.open_place)
         try:
             if self._peers.me[1] > 1 and point.mesh is not None:  # its predecessor died behind the order to go back
                 raise Rewound(f"the service goes back to step {point.replay_to}, and is started again as a whole")
@@ -78,6 +76,21 @@ class PlannerHost(RoleHost):
             store.close()
             raise
         return Positions(cursors, weights, self._facts, self._history.verdicts.to_json(), dict(point.loaders))
+
+    def _own_store(self) -> str:
+        """Return the store of a service that was given none: a folder in that of the service.
+
+        It is made alone: a planner that starts while its service ends would make the service's folder again, behind the
+        shell that removes it.
+        """
+        folder = self._claim_folder() / "store"
+        try:
+            folder.mkdir(exist_ok=True)
+        except FileNotFoundError:
+            raise StoreError(
+                f"the folder {folder.parent} is gone: the service has ended, and nothing is served."
+            ) from None
+        return str(folder)
 
     def where(self, message: Nothing) -> Positions:
         """Tell the successor of a loader host where its sources stand."""
