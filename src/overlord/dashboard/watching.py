@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -42,9 +42,8 @@ LINES = ("at", "step", "steps_per_s", "tokens_per_s", "waited", "views_bytes", "
 class Watch:
     """What pages are told of one service."""
 
-    def __init__(self, address: str, look: Callable[[str], dict[str, Any]] = status_of) -> None:
+    def __init__(self, address: str) -> None:
         self.address = address
-        self._look = look
         self._points: deque[list[float | None]] = deque(maxlen=KEPT_POINTS)
         self._looks: deque[tuple[float, dict[str, Any]]] = deque(maxlen=RATES_OVER)
         self._lock = threading.Lock()
@@ -58,7 +57,7 @@ class Watch:
         """Ask the service, and write down what pages show."""
         now = time.time()
         try:
-            status, lost = self._look(self.address), None
+            status, lost = status_of(self.address), None
         except (OverlordError, OSError) as error:
             status, lost = None, str(error)
         then, before = self._looks[0] if self._looks else (now, None)
@@ -187,15 +186,10 @@ def shown_samples(plan: LoadingPlan, bucket: int) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for microbatch in range(plan.num_microbatches):
         pieces = plan.bin(bucket, microbatch)
-        for sample, start, length in zip(
-            *(c.tolist() for c in (pieces.sample, pieces.start, pieces.length)), strict=True
-        ):
-            source, row, epoch = (
-                names[int(plan.draw.source[sample])],
-                int(meta["row"][sample]),
-                int(meta["epoch"][sample]),
-            )
-            first = start + int(meta["start"][sample])
-            rows.append({"microbatch": microbatch, "source": source, "id": str(SampleId(source, row, epoch)),
-                         "epoch": epoch, "from": first, "tokens": length})  # fmt: skip
+        of, first = meta[pieces.sample], pieces.start + meta["start"][pieces.sample]
+        columns = (plan.draw.source[pieces.sample], of["row"], of["epoch"], first, pieces.length)
+        for source, row, epoch, begin, tokens in zip(*(column.tolist() for column in columns), strict=True):
+            one = SampleId(names[source], row, epoch)
+            facts = {"source": one.source, "id": str(one), "epoch": epoch, "from": begin, "tokens": tokens}
+            rows.append({"microbatch": microbatch, **facts})
     return {"step": plan.step, "bucket": bucket, "ranks": plan.mesh.consumers(plan.axis, bucket), "samples": rows}

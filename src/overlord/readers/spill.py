@@ -321,7 +321,7 @@ class SpilledFiles:
                     batches_at, first_rows, self._end = _append(self._handle, batches, place, self._end)
                 with _disk_errors(place):
                     self._handle.flush()
-                    mapped = mmap.mmap(self._handle.fileno(), 0, access=mmap.ACCESS_READ)
+                    mapped = mmap.mmap(self._handle.fileno(), 0, access=mmap.ACCESS_COPY)  # as `_write_batches`
                 self._files[file] = SpilledBlock(mapped, batches_at, first_rows)
                 for block in self._files.values():  # one mapping for all: each holds a descriptor
                     block.move_to(mapped)
