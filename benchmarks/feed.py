@@ -48,6 +48,8 @@ WORKERS = (2, 4, 8, 16)
 TEXT_CHARACTERS = 3000
 POOLED = 4
 """Workers with which the service does not compute itself, also on a small machine."""
+WARM_UP_S = 3.0
+"""Before a round of a service is measured: workers are forked, and what was read ahead is used up."""
 AT_ONCE = 32
 """Texts that a bare process tokenizes at a time."""
 
@@ -212,7 +214,7 @@ def served(kind: str, folder: Path, workers: int, seconds: float, steps_for: int
         ol.launch(job, threads=workers, prefetch=4, cache=str(folder / "cache")) as service,
         service.client() as client,
     ):
-        consume(client, max(1.0, seconds / 4), kind)
+        consume(client, min(WARM_UP_S, seconds), kind)
         root = psutil.Process(service.pid)
         before = [cpu_s([root]), cpu_s(root.children(recursive=True))]
         done, took = consume(client, seconds, kind)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
+
+from tests.conftest import write_ids
 
 import overlord as ol
 
@@ -25,6 +28,29 @@ def test_a_slow_trainer_bounds_what_is_held(mixed_job, cache):
     with ol.launch(mixed_job, cache=cache, runtime="inline") as service:
         client = service.client()
         assert [next(client).plan_digest for _ in range(13)][1:] == digests
+
+
+def test_the_step_before_makes_room_for_the_one_behind(tmp_path, cache):
+    """A trainer holds the step that it computes; what it has done with must not take the room of the next one."""
+    source = ol.Source("ids", str(write_ids(tmp_path / "ids.jsonl", [64] * 512)), sample=ol.Text("ids", tokenized=True))
+    job = ol.Job(sources=[source], batch=ol.Batch(64, global_samples=64, microbatch_tokens=1024))
+
+    def settled(service: ol.Service) -> int:
+        """Return the bytes of views once they have not changed for a while: what is wanted is built."""
+        found, since = -1, time.monotonic()
+        while time.monotonic() < since + 0.5:
+            now = service.status()["buffers"]["views_bytes"]
+            found, since = now, since if now == found else time.monotonic()
+        return found
+
+    with ol.launch(job, cache=cache, prefetch=1) as service, service.client() as client:
+        seen: list[int] = []
+        for step in client:
+            assert all(batch["input_ids"].size for batch in step.microbatches)
+            seen.append(settled(service))
+            if step.index == 4:
+                break
+    assert max(seen) == seen[0]  # this step and the next
 
 
 def test_a_budget_smaller_than_one_step_still_feeds(mixed_job, cache):

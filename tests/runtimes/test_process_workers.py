@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import mmap
 import os
 import signal
 import socket
@@ -28,7 +29,7 @@ from overlord.core.messages import RunFunction
 from overlord.core.ragged import Ragged, RowBatch, num_rows, slice_rows
 from overlord.runtimes.supervision.process_workers import ProcessWorkers
 from overlord.runtimes.transport.codec import PREFIX
-from overlord.runtimes.transport.role_codec import receive_rows, send_rows
+from overlord.runtimes.transport.role_codec import RowMemory, receive_rows, send_rows
 from overlord.transforms.samples.per_sample import run_rows
 
 SEGFAULT, EXIT, SLEEP, SPIN, SYS_EXIT = 1000, 1001, 1002, 1003, 1004
@@ -484,6 +485,22 @@ def test_rows_survive_the_wire(columns, data):
             assert back.values.dtype == column.values.dtype
         else:
             assert back.dtype == column.dtype and back.tobytes() == column.tobytes() and back.shape == column.shape
+
+
+@given(st.lists(COLUMN, min_size=1, max_size=4))
+@settings(max_examples=60)
+def test_what_is_kept_of_an_answer_is_not_overwritten_by_the_next(columns):
+    blocks = [np.frombuffer(mmap.mmap(-1, 1 << 16), np.uint8) for _ in range(2)]
+    service, worker = RowMemory(*blocks), RowMemory(*blocks)
+    asked: RowBatch = {"same": np.arange(40, dtype=np.uint8)}
+    head, rows = worker.question_of(service.ask(RunFunction("f"), asked))
+    rows |= {f"{n}": Ragged(one, np.array([0, len(one)], np.int64)) for n, one in enumerate(columns)}
+    _, found = service.answer_of(worker.answer(head, rows))
+    kept = service.kept(found)
+    blocks[1][:] = 255
+    for number, one in enumerate(columns):
+        assert kept[f"{number}"].values.tobytes() == one.tobytes()
+    assert kept["same"].base is asked["same"] or np.shares_memory(kept["same"], asked["same"])
 
 
 @given(st.binary(min_size=1, max_size=60), st.integers(0, 200))

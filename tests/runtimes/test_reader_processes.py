@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import gzip
+import io
+import json
 import logging
 import os
 import re
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +28,7 @@ from pyarrow import ipc
 from tests.readers.conftest import read_all
 
 import overlord as ol
+from overlord.core.ragged import concat_rows, num_rows
 from overlord.readers.index import IndexCache
 from overlord.readers.source_files import SourceFiles
 from overlord.runtimes.supervision.reader_processes import ReaderProcesses
@@ -88,6 +93,38 @@ def test_rows_are_those_of_the_reader_itself(name: str, tmp_path: Path, pool: Re
     assert read_all(isolated) == read_all(direct)
     everything = open_isolated(pool, path, columns=None)
     assert everything.columns() == table(1).schema.names
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.tar"])
+def test_rows_that_python_parses_are_the_same_in_a_process_and_survive_its_death(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if name == "a.tar":
+        with tarfile.open(path, "w") as archive:
+            for n in range(ROWS):
+                member = tarfile.TarInfo(f"{n:04d}.txt")
+                member.size = 40
+                archive.addfile(member, io.BytesIO(f"{n:040d}".encode()))
+    else:
+        lines = "".join(json.dumps({"txt": f"row {n} ünï"}) + "\n" if n % 9 else "no row\n" for n in range(ROWS))
+        path.write_bytes(gzip.compress(lines.encode()) if name.endswith("gz") else lines.encode())
+    direct = SourceFiles("web", [str(path)], cache=IndexCache(tmp_path / "other"), columns=["txt"])
+    readers = ReaderProcesses(4, parses=True)
+    try:
+        isolated = open_isolated(readers, path, columns=["txt"])
+        assert read_all(isolated) == read_all(direct)
+        (pid,) = readers.pids  # it was read there
+        stream, found = isolated.stream(0, 0, batch_rows=7), list[Any]()
+        found.append(next(stream))
+        os.kill(pid, signal.SIGKILL)
+        found += stream
+        assert sum(map(num_rows, found)) == int(direct.blocks(0).rows[0])
+        assert (
+            concat_rows(found)["txt"].values.tobytes()
+            == concat_rows(list(direct.stream(0, 0, batch_rows=7)))["txt"].values.tobytes()
+        )
+        assert read_all(isolated) == read_all(direct)
+    finally:
+        readers.close()
 
 
 def test_a_wrong_column_is_refused_in_the_same_words(tmp_path: Path, pool: ReaderProcesses) -> None:

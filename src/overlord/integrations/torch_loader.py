@@ -460,13 +460,13 @@ class DataLoader:
         encoded = Ahead(flat_encoder, 2, copies.pool)
         if self._channel is None:
             count = len(step.microbatches) if step.fetches else 0
-            fetched = Ahead(lambda at: copies.send(step.microbatches[at]), count, copies.pool)
+            fetched = Ahead(lambda at: copies.send(step.microbatches.take(at)), count, copies.pool)
             return TorchStep(step, lambda at: fetched.take(at).batch(names, step.place), encode)
         sharing = Sharing.of(step)
 
         def flat_batch(number: int) -> FlatBatch:
             bucket, microbatch = sharing.order[number]
-            return copies.send(step.fetched[bucket][microbatch])
+            return copies.send(step.fetched[bucket].take(microbatch))
 
         fetch = Ahead(flat_batch, len(sharing.order), copies.pool).take if step.fetches else None
         self._relay = relay = Relay(self._channel, copies, (step.index, sharing, names, step.place), fetch)

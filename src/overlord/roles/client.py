@@ -9,7 +9,6 @@ Trainer processes import this module: it loads numpy, and neither numba nor what
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 import os
@@ -340,7 +339,27 @@ class Microbatches(Sequence[AnyBatch]):
         at = index + self._count if index < 0 else index
         if not 0 <= at < self._count:
             raise IndexError(f"microbatch {index} of a step with {self._count}")
-        return self._fetch(at)
+        return self._get(at)
+
+    def _get(self, index: int) -> AnyBatch:
+        return self._fetch(index)
+
+
+class FetchedMicrobatches(Microbatches["Batch"]):
+    """Microbatches in shared memory, each fetched once."""
+
+    def __init__(self, fetch: Callable[[int], Batch], count: int) -> None:
+        super().__init__(fetch, count)
+        self._held: dict[int, Batch] = {}
+
+    def _get(self, index: int) -> Batch:
+        if index not in self._held:
+            self._held[index] = self._fetch(index)
+        return self._held[index]
+
+    def take(self, index: int) -> Batch:
+        """Return a microbatch and do not hold it: it leaves shared memory with the last of its arrays."""
+        return self._held.pop(index) if index in self._held else self._fetch(index)
 
 
 class Step:
@@ -349,11 +368,11 @@ class Step:
     def __init__(
         self,
         header: StepHeader,
-        microbatches: Microbatches[Batch],
+        microbatches: FetchedMicrobatches,
         source_names: tuple[str, ...] = (),
         encoders: Mapping[str, Callable[[], Batch]] | None = None,
         place: Place | None = None,
-        others: Mapping[int, Microbatches[Batch]] | None = None,
+        others: Mapping[int, FetchedMicrobatches] | None = None,
     ) -> None:
         self.index = header.index
         self.global_loss_tokens = header.global_loss_tokens
@@ -388,7 +407,7 @@ class Step:
         self.group = tuple(header.group)
         """(bucket, number of microbatches) of all buckets that the ranks of its broadcast group consume, where these
         are several (`broadcast_at("DP")`)."""
-        self.fetched: Mapping[int, Microbatches[Batch]] = {header.bucket: microbatches} if header.fetches else {}
+        self.fetched: Mapping[int, FetchedMicrobatches] = {header.bucket: microbatches} if header.fetches else {}
         """By bucket all microbatches that this rank fetches: its own, and those that it broadcasts to others."""
         self.fetched = {**self.fetched, **(others or {})}
         self._encoders = encoders or {}
@@ -493,18 +512,18 @@ class Client:
         self.mesh = header.next_mesh or header.mesh
         step, feed, place = header.index, self._feed, Place(header.mesh, self.rank)
 
-        @functools.cache
         def fetch(microbatch: int, to: Place = place, first: int = 0) -> Batch:
             batch = Batch(feed.microbatch(step, first + microbatch), header.names, to)
             self.fetched_bytes += batch.nbytes
             return batch
 
         encoders = {name: partial(fetch, ENCODERS[name]) for name in header.encodes}
-        own, others = header.num_microbatches, dict[int, Microbatches[Batch]]()
+        own, others = header.num_microbatches, dict[int, FetchedMicrobatches]()
         for bucket, count in header.group[1:] if header.fetches else ():
-            others[bucket] = Microbatches(partial(fetch, to=place.at_bucket(header.axis, bucket), first=own), count)
+            fetch_other = partial(fetch, to=place.at_bucket(header.axis, bucket), first=own)
+            others[bucket] = FetchedMicrobatches(fetch_other, count)
             own += count
-        return Step(header, Microbatches(fetch, header.num_microbatches), header.names, encoders, place, others)
+        return Step(header, FetchedMicrobatches(fetch, header.num_microbatches), header.names, encoders, place, others)
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send metrics of a step to the planner, such as `{"loss/web": 2.1}`. They take effect at step + lag."""

@@ -323,6 +323,9 @@ class LocalFeed:
         self._ready: dict[tuple[int, int], _Ready] = {}
         self._prefetched: dict[int, StepHeader] = {}
         self._at: int | None = None
+        self._looks_after: tuple[int, bool] | None = None
+        """The step whose first microbatch is waited for before the one behind is asked for; and whether the service
+        knows that this client is at it."""
         self._closed = False
         self._lineage = 0
         self._connection: _Connection | None = self._first_connection(step, state)
@@ -360,7 +363,12 @@ class LocalFeed:
                     return None
                 self._take(step, reply, fds)
                 header, told = self._header_of(reply.header, reply.names), True
-            self._look_ahead(step, told)
+            if header.fetches and header.num_microbatches:
+                # Not before the trainer takes a microbatch: then it has let go of the step before, whose memory goes
+                # back with this request. Until then the service would have room for one step less.
+                self._looks_after = (step, told)
+            else:
+                self._look_ahead(step, told)
             return header
 
     def microbatch(self, step: int, microbatch: int) -> RankView:
@@ -372,6 +380,8 @@ class LocalFeed:
             if key not in self._ready:
                 return RankView({}, {})
             ready = self._ready.pop(key)
+            if self._looks_after is not None and self._looks_after[0] == step:
+                self._look_ahead(*self._looks_after)
         view, connection = ready.view, ready.connection
         root = np.frombuffer(ready.segment, np.uint8)
         # Every array below is a view of `root`: the lease ends when the last of them is gone.
@@ -438,6 +448,7 @@ class LocalFeed:
 
     def _look_ahead(self, step: int, told: bool) -> None:
         """Ask for the step behind the one that is handed out, and do not wait for the answer."""
+        self._looks_after = None
         if self._connection is None:
             return
         try:

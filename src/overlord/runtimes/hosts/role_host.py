@@ -62,9 +62,9 @@ class RoleEnvironment:
         ends.callback(processes.close)
         return processes.isolate
 
-    def isolate_reader(self, threads: int, ends: contextlib.ExitStack) -> IsolateReader | None:
+    def isolate_reader(self, options: ServiceOptions, ends: contextlib.ExitStack) -> IsolateReader | None:
         """Return what brings the reading of files into reader processes, until the role ends."""
-        readers = ReaderProcesses(threads)
+        readers = ReaderProcesses(options.threads, parses=options.pooled)
         ends.callback(readers.close)
         return readers.isolate
 

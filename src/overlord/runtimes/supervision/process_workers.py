@@ -77,6 +77,9 @@ RUN_S = 0.1
 """How long a run of rows should take: callers take turns after it, and all of it is done again when a worker dies."""
 LEAST_RUN_S = 0.01
 """A shorter run costs as much to hand over as to do."""
+HAND_OVER_S = 0.003
+"""A run takes the service's interpreter about half as long, which hands over one run at a time: with shorter runs than
+this for each worker, workers would wait for it. Profiled with 16 workers."""
 RUN_ROWS = 32, 256
 """Rows that are sent at a time at most, before it is known what a row costs and after."""
 LOOK_AFTER_S = 0.1
@@ -550,7 +553,8 @@ class Isolated:
         longest = min(most, RUN_ROWS[bool(self._row_s)])
         if self._row_s:
             longest = min(longest, int(RUN_S / self._row_s))
-        least = min(longest, int(LEAST_RUN_S / self._row_s)) if self._row_s else 1
+        worth_s = min(RUN_S, max(LEAST_RUN_S, HAND_OVER_S * self._pool.count))
+        least = min(longest, int(worth_s / self._row_s)) if self._row_s else 1
         size = max(1, least, min(longest, -(-count // self._pool.free)))
         return [(start, min(start + size, count)) for start in range(0, max(count, 1), size)], size * self._row_s
 

@@ -59,6 +59,9 @@ logger = logging.getLogger("overlord")
 NATIVE = ("parquet", "arrow")
 """Formats that pyarrow decodes. The others are parsed by Python and numpy, which raise where these crash; a reader of
 the user's own says so with an attribute `native`."""
+PARSED = ("jsonl", "tar")
+"""Formats that Python parses, a row at a time: where the service has more cores than one interpreter can use, it takes
+a fifth of that interpreter's time from texts in JSON lines."""
 CRASHES = 2
 """Processes that may end over one block: one that was shared, and one of its own."""
 LOSSES = 8
@@ -74,9 +77,11 @@ class ReaderProcesses:
 
     Args:
         threads: How many threads of the service decode and read; there are fewer processes than that.
+        parses: Whether formats that could be read in the service as well are read here too, to leave it the time.
     """
 
-    def __init__(self, threads: int, limits: Limits = LIMITS) -> None:
+    def __init__(self, threads: int, limits: Limits = LIMITS, *, parses: bool = False) -> None:
+        self._parses = parses
         self._count = max(1, min(MOST_PROCESSES, threads // THREADS_PER_PROCESS))
         self._lock = threading.Lock()
         self._server = ForkServer("overlord.runtimes.supervision.reader_processes", limits)
@@ -92,8 +97,9 @@ class ReaderProcesses:
 
     def isolate(self, reader: Reader) -> Reader:
         """Return a reader of the same format that reads in these processes, if the format needs it."""
-        native = reader.name in NATIVE or getattr(reader, "native", False)
-        return IsolatedReader(self, reader) if native else reader
+        if reader.name in NATIVE or getattr(reader, "native", False):
+            return IsolatedReader(self, reader)
+        return StreamingReader(self, reader) if self._parses and reader.name in PARSED else reader
 
     def shared(self) -> _ReaderProcess:
         """Return a process that others use as well."""
@@ -365,6 +371,26 @@ class IsolatedReader:
 
     def _seconds(self, file: StoredFile) -> float | None:
         return self._pool.limits.read if file.is_local else None
+
+
+class StreamingReader(IsolatedReader):
+    """Streams rows from reader processes; heads and indices, which are read once, are read in the service."""
+
+    def seeks(self, file: StoredFile) -> bool:
+        """Tell whether skipping rows of a block costs nothing."""
+        return self._reader.seeks(file)
+
+    def index(self, file: StoredFile, columns: Sequence[str]) -> BlockIndex:
+        """Find the blocks of a file."""
+        return self._reader.index(file, columns)
+
+    def columns(self, file: StoredFile) -> list[str]:
+        """Return the columns of a file."""
+        return self._reader.columns(file)
+
+    def kinds(self, file: StoredFile, columns: Sequence[str]) -> dict[str, Kind | None]:
+        """Return what the wanted columns hold."""
+        return self._reader.kinds(file, columns)
 
 
 def _given(file: StoredFile, index: BlockIndex | None) -> RowBatch:

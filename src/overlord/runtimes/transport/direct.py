@@ -104,7 +104,7 @@ class CallerEnvironment(SharedEnvironment):
     def isolate(self, count: int, ends: contextlib.ExitStack) -> Isolate | None:
         return None
 
-    def isolate_reader(self, threads: int, ends: contextlib.ExitStack) -> IsolateReader | None:
+    def isolate_reader(self, options: ServiceOptions, ends: contextlib.ExitStack) -> IsolateReader | None:
         return None
 
     def pace(self) -> Pace:
@@ -251,7 +251,7 @@ class ThreadEnvironment(SharedEnvironment):
         self.runtime = runtime
         self._progress = progress
         self._processes = ProcessWorkers(options.threads)
-        self._readers = ReaderProcesses(options.threads)
+        self._readers = ReaderProcesses(options.threads, parses=options.pooled)
 
     def progress(self, what: str, done: int, of: int) -> None:
         self._progress(what, done, of)
@@ -259,7 +259,7 @@ class ThreadEnvironment(SharedEnvironment):
     def isolate(self, count: int, ends: contextlib.ExitStack) -> Isolate | None:
         return self._processes.isolate
 
-    def isolate_reader(self, threads: int, ends: contextlib.ExitStack) -> IsolateReader | None:
+    def isolate_reader(self, options: ServiceOptions, ends: contextlib.ExitStack) -> IsolateReader | None:
         return self._readers.isolate
 
     def prepare(self, job: Job, options: ServiceOptions, **given: Any) -> Prepared:

@@ -175,6 +175,8 @@ class RowMemory:
         self.asked = asked
         self.answered = answered
         self._sent: list[tuple[int, npt.NDArray[np.uint8]]] = []
+        self._root = answered.base if isinstance(answered.base, np.ndarray) else answered
+        """What arrays of an answer are views of: their `base`."""
 
     def fits(self, asked_bytes: int, answer_bytes: int) -> bool:
         """Whether a question and an answer of so many bytes fit."""
@@ -184,7 +186,7 @@ class RowMemory:
         """Return the rows of an answer with copies of what the next answer overwrites."""
 
         def keep(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-            return array if _offset_in(self.answered, array) is None else np.array(array)
+            return np.array(array) if array.base is self._root else array
 
         return {
             name: Ragged(keep(one.values), keep(one.offsets)) if isinstance(one, Ragged) else keep(one)
