@@ -37,8 +37,8 @@ from overlord.runtimes.launching.deployment import Progress, few_samples, limits
 from overlord.runtimes.launching.inline_service import InlineService
 from overlord.runtimes.launching.resume import canonical, changes_of, with_changes
 from overlord.runtimes.launching.service_options import ServiceOptions
-from overlord.runtimes.supervision.child import ONE_THREAD
 from overlord.runtimes.supervision.cleanup import remove_scratch, scratch_folder
+from overlord.runtimes.supervision.early_start import LOCAL_SERVICE, ONE_THREAD
 from overlord.runtimes.supervision.service_process import ServiceProcess, ray_service
 from overlord.scaling.autoscaler import Scaling
 from overlord.storage import StorageOptions
@@ -535,7 +535,7 @@ def _start(
         return InlineService(job, options, progress)
     if runtime == "ray":
         return ray_service(job, options, progress)
-    return ServiceProcess("overlord.runtimes.launching.local_service", job, options, progress, environment=ONE_THREAD)
+    return ServiceProcess(LOCAL_SERVICE, job, options, progress, environment=ONE_THREAD)
 
 
 def _loaded(job: object) -> JobFile:

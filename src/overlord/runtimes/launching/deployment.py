@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba.core import event as numba_events
 
 from overlord.core.draw import Limits
 from overlord.core.messages import SourceFacts
@@ -36,6 +35,7 @@ from overlord.planning.strategies import backbone_balance
 from overlord.planning.warm import warm_kernels, warm_launch
 from overlord.readers.index import IndexCache
 from overlord.readers.join import JoinedColumns
+from overlord.readers.parquet_footer import warm_footer
 from overlord.readers.reader import Reader
 from overlord.readers.source_files import LengthSidecars, NoFiles, SourceFiles
 from overlord.readers.spill import warm_spill
@@ -663,7 +663,7 @@ SAY_AFTER_S = 2.0
 """Seconds of compiling after which a process says that it compiles."""
 
 
-class _CompilingNotice(numba_events.Listener):  # type: ignore[misc]
+class _CompilingNotice:
     """Logs once that kernels are being compiled, when that takes long; loading them from the cache does not count."""
 
     def __init__(self) -> None:
@@ -695,7 +695,9 @@ class _CompilingNotice(numba_events.Listener):  # type: ignore[misc]
 @functools.cache
 def tell_of_compiling() -> None:
     """From now on, say in the log when this process compiles for long."""
-    numba_events.register("numba:compile", _CompilingNotice())
+    from numba.core import event  # numba is loaded where a kernel is called
+
+    event.register("numba:compile", type("CompilingNotice", (_CompilingNotice, event.Listener), {})())
 
 
 def warm_job(job: Job, layout: Layout) -> None:
@@ -742,8 +744,9 @@ def warm_everything() -> None:
     """Compile every kernel there is."""
     from overlord.readers.hooked.tfrecord import warm_examples  # no launch needs it
 
+    warm_common()
     warm_kernels()
-    warm_packing()
+    warm_footer()
     warm_images()
     _warm_positions()
     normalize_patches(np.zeros((1, 3), np.uint8), (0, 0, 0), (1, 1, 1), 1.0, np.empty((1, 3), np.float32))
