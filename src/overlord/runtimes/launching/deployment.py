@@ -54,7 +54,7 @@ from overlord.runtimes.launching.resume import (
     with_added_sources,
     without_files,
 )
-from overlord.runtimes.launching.service_options import ServiceOptions
+from overlord.runtimes.launching.service_options import Progress, ServiceOptions
 from overlord.transforms.hooks import RunningHook
 from overlord.transforms.microbatches.packing_kernels import copy_runs, warm_packing
 from overlord.transforms.microbatches.per_microbatch import MediaShape, PackingJob
@@ -88,18 +88,6 @@ def limits_of(job: Job, layout: Layout | None = None, mesh: ClientPlaceTree | No
         rank_multiple=layout.rank_multiple(tp),
         row_tokens=job.batch.context_length if layout.rows != "packed" else 0,
         full_rows=layout.rows == "full",
-    )
-
-
-def few_samples(job: Job, mesh: ClientPlaceTree) -> str | None:
-    """Say that a step has fewer samples than there are data-parallel ranks; None where it has enough."""
-    samples, dp = job.batch.global_samples, mesh.dp
-    if samples is None or samples >= dp:
-        return None
-    return (
-        f"A step has global_samples={samples} for dp={dp} ranks: at least {dp - samples} of them get dummies and wait "
-        f"for the others (an imbalance of up to {dp / samples:.2f}x), whatever the strategy. Give global_samples={dp} "
-        "or more, or a mesh with a smaller dp."
     )
 
 
@@ -161,10 +149,6 @@ def _vision(job: Job) -> list[ImageSpec | Video]:
 
 # --------------------------------------------------------------------------------------------------------------
 # Opening sources: files listed, columns checked, the first window indexed, known lengths found.
-
-
-Progress = Callable[[str, int, int], None]
-"""Told (what is being done, how much is done, of how much)."""
 
 
 IsolateReader = Callable[[Reader], Reader]

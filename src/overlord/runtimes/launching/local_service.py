@@ -17,8 +17,8 @@ from typing import Any
 from overlord.readers.parquet_footer import warm_footer
 from overlord.runtimes.hosts.role_host import RoleEnvironment, RoleHost
 from overlord.runtimes.launching.cluster_placement import place_here
-from overlord.runtimes.launching.deployment import Progress, tell_of_compiling
-from overlord.runtimes.launching.service_options import pack
+from overlord.runtimes.launching.deployment import tell_of_compiling
+from overlord.runtimes.launching.service_options import Progress, pack
 from overlord.runtimes.supervision.child import Limits
 from overlord.runtimes.supervision.cleanup import check_file_limit
 from overlord.runtimes.supervision.fork_server import start_template

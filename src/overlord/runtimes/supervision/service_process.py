@@ -45,8 +45,7 @@ from overlord.errors import ClosedError, Fenced, OverlordError, Rewound, Service
 from overlord.job.specs import Job
 from overlord.roles.client import Client
 from overlord.runtimes.client_feed import ask_once, connect, write_failure
-from overlord.runtimes.launching.deployment import Progress
-from overlord.runtimes.launching.service_options import ServiceOptions, pack
+from overlord.runtimes.launching.service_options import Progress, ServiceOptions, pack
 from overlord.runtimes.supervision.child import LIMITS, Backoff, ChildProcess, Limits, Liveness, Restarts
 from overlord.runtimes.supervision.cleanup import set_up_process
 from overlord.runtimes.supervision.early_start import start_service, take_started
