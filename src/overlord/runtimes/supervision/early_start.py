@@ -7,6 +7,7 @@ that both load at the same time; nothing but the standard library is loaded here
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -72,6 +73,7 @@ class StartedService:
         """Kill it."""
         self.process.kill()
         self.process.communicate()
+        shutil.rmtree(self.folder, ignore_errors=True)
         self.keeps_folder.close()
 
 
@@ -96,8 +98,10 @@ def take_started(module: str, environment: Mapping[str, str]) -> StartedService:
 
 def end_early() -> None:
     """End the process that was started early, if no service took it."""
+    global _early
     if _early is not None:
         _early.end()
+        _early = None
 
 
 def _surroundings(module: str, environment: Mapping[str, str]) -> tuple[object, ...]:
