@@ -205,6 +205,17 @@ def test_a_trainer_that_attaches_loads_no_library_of_the_service():
     assert done.stdout == "[]\n"
 
 
+def test_a_launcher_loads_no_compiler():
+    """The service compiles and loads kernels; numba would take its launcher a third of a second and 30 MB."""
+    code = "import sys, overlord; overlord.launch; print(sorted({'numba', 'pyarrow.compute'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+    importing = [
+        name_of(path) for path in FILES if re.search(r"^(import|from) numba\b", path.read_text(), re.MULTILINE)
+    ]
+    assert importing == [], "a kernel is marked with overlord.core.kernels.kernel"
+
+
 def test_reports_are_looked_up_in_one_place():
     """`to_svg` and `visualize` are methods below the reports; both find their drawing by name in one function."""
     below = [path for path in FILES if FLOORS.get(floor_of(path), 9) < FLOORS["reports"]]

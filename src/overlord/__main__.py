@@ -14,18 +14,24 @@ def main() -> None:
     """Run the command line."""
     try:
         from overlord.cli import answer_early, is_answered_early
+        from overlord.runtimes.supervision.early_start import end_early, start_early
 
         if is_answered_early(sys.argv[1:]):
             answer_early()
             return
+        if sys.argv[1:2] in (["demo"], ["run"]) and not {"--help", "--runtime"} & set(sys.argv):
+            start_early()
         slow = threading.Timer(LOADING_S, _say_loading)
         slow.daemon = True
         slow.start()
-        from overlord.cli.main import app  # takes a second or more: numba, pydantic
+        from overlord.cli.main import app  # takes most of a second: numpy, pydantic
 
         slow.cancel()
         slow.join()  # no thread is left when a command forks
-        app()
+        try:
+            app()
+        finally:
+            end_early()
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         sys.stderr.flush()

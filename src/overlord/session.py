@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import operator
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from overlord.core import client_messages as msg
 from overlord.core.client_messages import SourceChange
-from overlord.core.draw import Buffer, Limits
+from overlord.core.draw import Buffer
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan, plan_from_bytes
 from overlord.core.spec_errors import is_whole
@@ -33,12 +32,10 @@ from overlord.roles.changes import FIXED_WHILE_RUNNING, mixture_to_json, source_
 from overlord.roles.client import Client
 from overlord.runtimes.autoscaling.sizing import sizing_of
 from overlord.runtimes.client_feed import refuse_torch_workers
-from overlord.runtimes.launching.deployment import Progress, few_samples, limits_of
-from overlord.runtimes.launching.inline_service import InlineService
 from overlord.runtimes.launching.resume import canonical, changes_of, with_changes
-from overlord.runtimes.launching.service_options import ServiceOptions
-from overlord.runtimes.supervision.child import ONE_THREAD
+from overlord.runtimes.launching.service_options import Progress, ServiceOptions, few_samples
 from overlord.runtimes.supervision.cleanup import remove_scratch, scratch_folder
+from overlord.runtimes.supervision.early_start import LOCAL_SERVICE, ONE_THREAD
 from overlord.runtimes.supervision.service_process import ServiceProcess, ray_service
 from overlord.scaling.autoscaler import Scaling
 from overlord.storage import StorageOptions
@@ -47,6 +44,7 @@ from overlord.stores.store import FoundLineage, copy_lineages, kept_job, lineage
 
 if TYPE_CHECKING:
     from overlord.runtimes.autoscaling.metrics import MetricsServer
+    from overlord.runtimes.launching.inline_service import InlineService
 
 logger = logging.getLogger("overlord")
 
@@ -62,8 +60,6 @@ class Service:
         door: MetricsServer | None = None,
     ) -> None:
         self._runtime = runtime
-        self._limits: Callable[[ClientPlaceTree], Limits]
-        self._limits = functools.partial(limits_of, canonical(job), options.layout)
         self._door = door
         self.job = job
         """What was launched."""
@@ -222,8 +218,13 @@ class Service:
 
     def summary_buffer(self, step: int) -> Buffer | None:
         """Return what a strategy sees of a step: its draw with the metadata, the job's limits, the report."""
+        from overlord.runtimes.launching.deployment import limits_of  # with the readers, which few launchers need
+
         plan = self.plan_raw(step)
-        return None if plan is None else Buffer(plan.draw, self._limits(plan.mesh), lambda: plan.metrics or {})
+        if plan is None:
+            return None
+        limits = limits_of(canonical(self.job), self.options.layout, plan.mesh)
+        return Buffer(plan.draw, limits, lambda: plan.metrics or {})
 
     def close(self) -> None:
         """End the service; nothing of it is left behind."""
@@ -532,10 +533,12 @@ def _start(
     runtime: str, job: Job, options: ServiceOptions, progress: Progress | None
 ) -> InlineService | ServiceProcess:
     if runtime == "inline":
+        from overlord.runtimes.launching.inline_service import InlineService  # other launchers have no use for readers
+
         return InlineService(job, options, progress)
     if runtime == "ray":
         return ray_service(job, options, progress)
-    return ServiceProcess("overlord.runtimes.launching.local_service", job, options, progress, environment=ONE_THREAD)
+    return ServiceProcess(LOCAL_SERVICE, job, options, progress, environment=ONE_THREAD)
 
 
 def _loaded(job: object) -> JobFile:

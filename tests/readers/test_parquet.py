@@ -8,10 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from numba.core import event as numba_events
 
 from overlord.core.ragged import Ragged
 from overlord.errors import ReaderError, SourceError
-from overlord.readers.parquet_footer import read_footer
+from overlord.readers.parquet_footer import read_footer, warm_footer
 
 from .conftest import read_all
 
@@ -121,6 +122,17 @@ def test_a_cut_footer_says_the_same_as_the_whole(groups: int, tmp_path: Path):
         part = footer.metadata(group, group + 1)
         assert part.row_group(0).to_dict() == whole.row_group(group).to_dict()
         assert part.schema.equals(whole.schema)
+
+
+def test_a_footer_is_read_by_the_kernels_that_were_loaded_for_it(tmp_path: Path):
+    """Bytes of a file are read-only, for which numba compiles other code."""
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"text": ["a"] * 100}), path)
+    warm_footer()
+    seen = numba_events.RecordingListener()
+    with numba_events.install_listener("numba:compile", seen), pa.memory_map(str(path)) as native:
+        read_footer(native, path.stat().st_size)
+    assert not seen.buffer
 
 
 def test_a_damaged_footer_is_named(tmp_path: Path, open_source):

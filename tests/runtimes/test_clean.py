@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 import overlord as ol
+from overlord.runtimes.supervision import early_start
 
 DEADLINE_S = 20.0
 
@@ -94,6 +95,25 @@ def test_exception_in_the_trainer(ids_job, cache, nothing_left, where):
 def test_launch_that_fails(ids_job, cache, nothing_left, where):
     with pytest.raises(ol.StateError):
         ol.launch(ids_job, **where, cache=cache, state={"version": 0})
+
+
+def test_a_process_that_was_started_early_serves_or_ends(ids_job, cache, nothing_left, monkeypatch):
+    """The `overlord` command starts its service before it reads the job; one that would be another is not taken."""
+    early_start.start_early()
+    early = early_start._early
+    with ol.launch(ids_job, cache=cache) as service, service.client() as client:
+        assert service.pid == early.process.pid
+        assert next(client).index == 0
+    early_start.start_early()
+    early = early_start._early
+    monkeypatch.setenv("OVERLORD_LOG", "error")
+    with ol.launch(ids_job, cache=cache) as service:
+        assert service.pid != early.process.pid
+        assert early.process.returncode == -signal.SIGKILL
+    early_start.start_early()
+    process = early_start._early.process
+    early_start.end_early()
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_service_is_killed_and_comes_back(ids_job, cache, nothing_left):

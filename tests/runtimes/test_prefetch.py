@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from overlord.errors import OverlordError
 from overlord.roles.poisoned_rows import PoisonedRows
 from overlord.runtimes.hosts.loader_fleet import LoaderFleet, make_fleet
 from overlord.runtimes.hosts.prefetch import Executors, SourceWorkers, ThreadPriorityExecutor
+from overlord.runtimes.hosts.step_server import Checked, StepServer
 from overlord.runtimes.launching.deployment import open_files, prepare
 from overlord.runtimes.launching.service_options import ServiceOptions
 from overlord.stores.journal import Journal
@@ -297,3 +299,23 @@ def test_a_request_that_waits_while_its_source_is_dropped_is_answered(tmp_path: 
     pool.loader.measure = dropped_meanwhile
     threading.Thread(target=lambda: (walk(fleet, 60, 60), done.set()), daemon=True).start()
     assert done.wait(20.0) and met.is_set()
+
+
+@pytest.mark.parametrize("known", ["labels", "checked"])
+def test_nothing_is_planned_behind_the_first_step_while_a_client_waits_for_it(known: str) -> None:
+    """Its media take all cores then; once they are decoded, planning runs ahead for good."""
+    server = StepServer(
+        None, SimpleNamespace(first_step=0), None,  # type: ignore[arg-type]
+        ranks_of=lambda tree: [0], prefetch=2, budget_bytes=1, read_bytes=lambda: 0,
+    )  # fmt: skip
+
+    def planned(wanted: dict[int, set[int]]) -> list[int]:
+        return [step for step in wanted if server._may_run_ahead(step, wanted)]
+
+    assert planned({0: set(), 1: set()}) == [0, 1], "no client is there yet"
+    assert planned({0: {0}, 1: {0}, 2: {0}}) == [0]
+    found = 5 if known == "labels" else Checked(None, frozenset({0}), 5, {})  # type: ignore[arg-type]
+    getattr(server._cache, known)[0] = found
+    assert planned({0: {0}, 1: {0}, 2: {0}}) == [0, 1, 2]
+    getattr(server._cache, known).clear()
+    assert planned({3: {0}, 4: {0}}) == [3, 4]

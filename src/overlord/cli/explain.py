@@ -60,12 +60,11 @@ from overlord.runtimes.launching.deployment import (
     Prepared,
     base_weights,
     facts_of,
-    few_samples,
     limits_of,
     order_of,
 )
 from overlord.runtimes.launching.inline_service import InlineService
-from overlord.runtimes.launching.service_options import ServiceOptions
+from overlord.runtimes.launching.service_options import ServiceOptions, few_samples
 from overlord.runtimes.transport.direct import CallerEnvironment, CallerPace
 from overlord.transforms.samples.per_sample import MediaDecoder, decode_media
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from overlord.core.kernels import kernel
 from overlord.core.ragged import expand_ranges, offsets_of
 from overlord.core.samples import CLIPS, CONTINUES, ENDS_EPOCH, OVERLONG, PLAIN, SKIP, SOUNDS, MetaArray, SampleId
 
@@ -374,7 +374,7 @@ def apply_overlength(
     return delivered.astype(np.int32), flags
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _cut_around(tokens: Int64s, most: int, begin: Int64s, start: Int32s, length: Int32s, out: Int32s) -> int:
     """Return the number of pieces; write (sample, start, length) of each where `out` is not empty."""
     # Called twice: with an empty `out` to count, then with one of that size. A piece is `most` tokens long, unless its

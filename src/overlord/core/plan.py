@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from overlord.core.client_messages import MILLION
 from overlord.core.draw import Draw, Pieces
+from overlord.core.kernels import kernel
 from overlord.core.messages import LoaderOrder, Media, Payload
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.ragged import Ragged, expand_ranges, offsets_of
@@ -421,7 +421,7 @@ def order_in_bins(places: Int64s, priority: Int64s | None = None) -> Int64s:
     return first[_count_out(wide[first])]
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _count_out(places: Int64s) -> Int64s:
     """Return the stable sort order by counting sort: one pass to count, one to place, for any number of bins."""
     begin = np.zeros((places.max() if len(places) else 0) + 2, np.int64)
@@ -675,7 +675,7 @@ def _runs_of(column: Ragged, runs: Pieces, samples: npt.NDArray[np.integer], row
     return column.take_runs(rows, high - low, runs.start[chosen], runs.length[chosen])
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def count_labels(loss: npt.NDArray[np.uint8], first: Int64s, length: Int64s) -> Int64s:
     """Return the labels of pieces by their first places in a loss mask: the first token of a piece predicts nothing."""
     out = np.zeros(len(first), np.int64)

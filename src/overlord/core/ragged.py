@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from overlord.core.kernels import kernel
 
 Array = npt.NDArray[Any]
 Kind = Literal["bytes", "json", "int", "float", "int_list", "float_list", "bytes_list"]
@@ -26,7 +27,7 @@ A list of byte strings (the images of a row) is two columns: the concatenated it
 # which takes ten times as long; so does an assignment of slices.
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _gather(values: Array, offsets: Array, rows: Array, out: Array) -> None:
     at = np.uint64(0)
     for row in rows:
@@ -36,7 +37,7 @@ def _gather(values: Array, offsets: Array, rows: Array, out: Array) -> None:
         at += stop - start
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _copy_runs(values: Array, starts: Array, lengths: Array, places: Array, out: Array) -> None:
     for run in range(len(starts)):
         start, place = np.uint64(starts[run]), np.uint64(places[run])
@@ -44,7 +45,7 @@ def _copy_runs(values: Array, starts: Array, lengths: Array, places: Array, out:
             out[place + np.uint64(i)] = values[start + np.uint64(i)]
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _copy_some(memory: Array, rows: Array, starts: Array, offsets: Array, out: Array) -> None:
     for row in rows:
         start, low, high = np.uint64(starts[row]), np.uint64(offsets[row]), np.uint64(offsets[row + 1])

@@ -16,14 +16,15 @@ Rules of this file:
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from overlord.core.kernels import kernel
 from overlord.core.samples import ENDS_EPOCH, SKIP
 
 Int32s = npt.NDArray[np.int32]
@@ -207,8 +208,8 @@ class _Queue(NamedTuple):
 
 
 # The kernels allocate nothing, so reference counting is off: it would take half of their time.
-_kernel = numba.njit(nogil=True, cache=True, error_model="numpy", _nrt=False)
-_inline = numba.njit(nogil=True, cache=True, error_model="numpy", _nrt=False, forceinline=True)
+_kernel = functools.partial(kernel, error_model="numpy", _nrt=False)
+_inline = functools.partial(kernel, error_model="numpy", _nrt=False, forceinline=True)
 
 
 @_kernel

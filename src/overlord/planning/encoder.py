@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from overlord.core.draw import Limits, Pieces
+from overlord.core.kernels import kernel
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import ENCODED_BY, LoadingPlan, Routing
 from overlord.errors import PlanError, SpecError
@@ -231,7 +231,7 @@ def _first_stage(tree: ClientPlaceTree) -> Int64s:
     return ranks
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _near_owner(
     costs: Int64s, order: Int64s, bucket: Int64s, ranks: Int64s, offsets: Int64s, num_ranks: int, near: int
 ) -> Int64s:

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.types as pt
 from pyarrow import ipc
 
@@ -159,8 +158,14 @@ def select(batch: pa.RecordBatch, fields: Sequence[str]) -> pa.Array:
     """Return the array at a path of field names; a null struct has null fields."""
     array = _storage(batch.column(batch.schema.get_field_index(fields[0])))
     for name in fields[1:]:
-        array = _storage(pc.struct_field(array, [name]))  # type: ignore[attr-defined]
+        array = _struct_field(array, name)
     return array
+
+
+def _struct_field(array: pa.Array, name: str) -> pa.Array:
+    import pyarrow.compute as pc  # takes longer to load than the rest of pyarrow, and few files need it
+
+    return _storage(pc.struct_field(array, [name]))  # type: ignore[attr-defined]
 
 
 def validate_columns(batch: pa.RecordBatch, columns: Sequence[str], path: str) -> None:
@@ -255,7 +260,7 @@ def _bytes_list_column(array: pa.Array) -> tuple[Ragged, Ragged, Bools]:
     child, offsets = _list_parts(array)
     child = _storage(child)
     if pt.is_struct(child.type):
-        child = _storage(pc.struct_field(child, ["bytes"]))  # type: ignore[attr-defined]
+        child = _struct_field(child, "bytes")
     items = _bytes_column(child)
     data, sizes = Ragged(items.values, items.offsets[offsets]), Ragged(items.lengths, offsets)
     return _blank(data, nulls), _blank(sizes, nulls), ~nulls & _has_null(child, offsets)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from overlord.core.kernels import kernel
 from overlord.readers.reader import DamagedFile
 
 Int64s = npt.NDArray[np.int64]
@@ -88,7 +88,7 @@ def read_block_metadata(
 
 def warm_footer() -> None:
     """Load the kernels of this file."""
-    nothing = np.zeros(1, np.uint8)
+    nothing = np.frombuffer(b"\0", np.uint8)  # read-only, as footers are: numba compiles for that
     _find_row_groups(nothing)
     _row_group_bounds(nothing, 0, np.zeros(1, np.int64))
 
@@ -131,7 +131,7 @@ def _list_header(count: int) -> bytes:
     return bytes([*out, count])
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _varint(data, at):  # type: ignore[no-untyped-def]
     """Return (value, position after it); the position is -1 past the end of the data."""
     value, shift = np.int64(0), 0
@@ -147,7 +147,7 @@ def _varint(data, at):  # type: ignore[no-untyped-def]
     return value, -1
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _list_start(data, at):  # type: ignore[no-untyped-def]
     """Return (count, type of the elements, position of the first one)."""
     if at >= len(data):
@@ -159,7 +159,7 @@ def _list_start(data, at):  # type: ignore[no-untyped-def]
     return count, head & 15, at
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _field(data, at, last):  # type: ignore[no-untyped-def]
     """Return (field number, type, position of the value); type 0 ends the struct."""
     if at >= len(data):
@@ -172,7 +172,7 @@ def _field(data, at, last):  # type: ignore[no-untyped-def]
     return (number >> 1) ^ -(number & 1), head & 15, at
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _skip_leaf(data, at, kind, in_list):  # type: ignore[no-untyped-def]
     """Return the position after a value that is no container, or -1."""
     if kind == 1 or kind == 2:
@@ -193,7 +193,7 @@ def _skip_leaf(data, at, kind, in_list):  # type: ignore[no-untyped-def]
     return at if 0 <= at <= len(data) else -1
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _skip_struct(data, at):  # type: ignore[no-untyped-def]
     """Return the position after a struct with its first field at `at`, or -1 if it is damaged."""
     # An explicit stack instead of recursion: a level is a list (elements left, their type) or a struct (-1). Every
@@ -231,7 +231,7 @@ def _skip_struct(data, at):  # type: ignore[no-untyped-def]
     return at
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _find_row_groups(data):  # type: ignore[no-untyped-def]
     """Return (position of the first row group, how many there are, position of their list)."""
     at, last = 0, 0
@@ -256,7 +256,7 @@ def _find_row_groups(data):  # type: ignore[no-untyped-def]
                 return -1, 0, 0
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _row_group_bounds(data, at, bounds):  # type: ignore[no-untyped-def]
     bounds[0] = at
     for number in range(len(bounds) - 1):

@@ -31,11 +31,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from overlord.core.kernels import kernel
 from overlord.core.order import MAX_STREAMS, SPAN_BYTES
 from overlord.core.ragged import (
     Array,
@@ -115,7 +115,7 @@ def spilled(batches: Rows, place: SpillPlace, batch_rows: int) -> Iterator[RowBa
         yield from block.rows(0, block.num_rows, batch_rows)
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _locate(
     words: Int64s, first_rows: Int64s, begins: Int64s, itemsizes: Int64s, rows: Int64s, at: Int64s, begin: Int64s,
     sizes: Int64s,

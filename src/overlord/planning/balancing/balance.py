@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from overlord.core.kernels import kernel
 from overlord.core.spec_errors import show
 from overlord.errors import OverlordError, PlanError, SpecError
 from overlord.planning.balancing.methods import (
@@ -306,7 +306,7 @@ class _Placer:
         return int((load.sum(axis=1) + (self.stages - 1) * load.max(axis=1)).max())
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _fill_each(costs: Int64s, sizes: Int64s, ends: Int64s, num_bins: int, capacity: int) -> tuple[Int64s, Int64s]:
     """Fill the bins of each bucket; its items are consecutive, largest first. Return bins and failed buckets."""
     bins = np.full(len(costs), -1, np.int64)
@@ -544,7 +544,7 @@ def deal_slabs(load: Int64s, num_buckets: int, num_microbatches: int, stages: in
     return place
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _water_fill(
     costs: Int64s,
     sizes: Int64s,

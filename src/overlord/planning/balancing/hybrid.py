@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from overlord.core.client_messages import MILLION
 from overlord.core.draw import Buffer, Pieces
+from overlord.core.kernels import kernel
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import least_offload, pad_lengths, tokens_on_device
 from overlord.errors import PlanError, SpecError
@@ -374,7 +374,7 @@ def _nested(problem: _Problem) -> HybridPlacement | None:
     return problem.result(first, cp_sizes, microbatch, counts)
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _pack_each(tokens: Int64s, starts: Int64s, capacity: int) -> tuple[Int64s, Int64s]:
     """Pack each block's items, largest first, into its microbatches; return their numbers and the counts."""
     numbers, counts = np.zeros(len(tokens), np.int64), np.zeros(len(starts) - 1, np.int64)
@@ -517,7 +517,7 @@ def _shared(problem: _Problem, widths: Int64s, height: int) -> tuple[Int64s, Int
     return blocks, block_widths[:count]
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _open_blocks(
     costs: Int64s,
     sizes: Int64s,
@@ -590,7 +590,7 @@ def _water_level(load: Int64s, widths: Int64s, rest: int) -> int:
     return int(levels[np.argmax(enough)])
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _first_fit(widths: Int64s, order: Int64s, num_ranks: int, count: int) -> tuple[Int64s, bool]:
     free, rounds = np.full(count, num_ranks, np.int64), np.zeros(len(widths), np.int64)
     first = 0

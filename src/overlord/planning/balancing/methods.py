@@ -17,9 +17,10 @@ Round-robin is the baseline: loading without a plan.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from overlord.core.kernels import kernel
 
 Int64s = npt.NDArray[np.int64]
 
@@ -119,7 +120,7 @@ class Queue:
         return bins
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def largest_first(costs: Int64s) -> Int64s:
     """Return the items by falling cost, equal ones in order. A radix sort: faster than one by comparison."""
     n = len(costs)
@@ -147,7 +148,7 @@ def largest_first(costs: Int64s) -> Int64s:
     return order
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def fill(
     costs: Int64s,
     sizes: Int64s,
@@ -207,7 +208,7 @@ def fill(
     return placed
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _next_waiting(after: Int64s, item: int) -> int:
     """Return the first waiting item from `item` on, or their number; halves the path on the way."""
     while after[item] != item:
@@ -216,7 +217,7 @@ def _next_waiting(after: Int64s, item: int) -> int:
     return item
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _largest_fitting(costs: Int64s, sizes: Int64s, after: Int64s, tree: Int64s, head: int, cost: int, size: int) -> int:
     """Return the first (the largest) waiting item from `head` on within a cost and a size, or the item count."""
     n = len(costs)
@@ -233,7 +234,7 @@ def _largest_fitting(costs: Int64s, sizes: Int64s, after: Int64s, tree: Int64s, 
     return _next_waiting(after, low) if falling else _first_of_size(tree, low, n, size)
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _sift_down(heap_load: Int64s, heap_bin: Int64s, end: int, load: int, chosen: int) -> None:
     """Put a bin at the root of the heap and sift it down."""
     at = 0
@@ -258,7 +259,7 @@ def _sift_down(heap_load: Int64s, heap_bin: Int64s, end: int, load: int, chosen:
         heap_bin[at] = chosen
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _size_tree(sizes: Int64s) -> Int64s:
     """Return a binary tree of the least size in each range: node i has the children 2 i and 2 i + 1, leaves last."""
     width = 1
@@ -271,7 +272,7 @@ def _size_tree(sizes: Int64s) -> Int64s:
     return tree
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _remove(tree: Int64s, item: int) -> None:
     node = len(tree) // 2 + item
     tree[node] = NO_LIMIT
@@ -280,7 +281,7 @@ def _remove(tree: Int64s, item: int) -> None:
         tree[node] = min(tree[2 * node], tree[2 * node + 1])
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _first_of_size(tree: Int64s, item: int, n: int, size: int) -> int:
     """Return the first waiting item from `item` on that is at most this large, or n."""
     width = len(tree) // 2
@@ -299,7 +300,7 @@ def _first_of_size(tree: Int64s, item: int, n: int, size: int) -> int:
     return node - width
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _add_up(costs: Int64s, sizes: Int64s, bins: Int64s, load: Int64s, room: Int64s) -> None:
     for i in range(len(bins)):
         if bins[i] >= 0:
@@ -319,7 +320,7 @@ def first_fit_decreasing(sizes: Int64s, num_bins: int, capacity: int) -> Int64s 
     return queue.in_order() if queue.is_empty else None
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def fill_in_turn(sizes: Int64s, after: Int64s, num_bins: int, capacity: int, bins: Int64s) -> None:
     """Fill one bin after the other, always with the largest waiting item that fits; sizes must fall."""
     n, none = len(sizes), np.zeros(1, np.int64)
@@ -353,7 +354,7 @@ def refine(costs: Int64s, sizes: Int64s, num_bins: int, capacity: int, bins: Int
         _exchange_in_rounds(costs, sizes, largest_first(costs), num_bins, capacity, bins)
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _exchange_in_rounds(
     costs: Int64s, sizes: Int64s, order: Int64s, num_bins: int, capacity: int, bins: Int64s
 ) -> None:
@@ -388,7 +389,7 @@ def _exchange_in_rounds(
             return
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def items_of_bins(order: Int64s, bins: Int64s, items: Int64s, starts: Int64s) -> None:
     """Write the items grouped by bin, inside a bin in the order given, and where each bin starts (counting sort)."""
     starts[:] = 0
@@ -404,7 +405,7 @@ def items_of_bins(order: Int64s, bins: Int64s, items: Int64s, starts: Int64s) ->
         items[starts[bins[item]]] = item
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _best_exchange(
     costs: Int64s, sizes: Int64s, offers: Int64s, wants: Int64s, gap: int, low_room: int, high_room: int
 ) -> tuple[int, int]:
@@ -450,7 +451,7 @@ def balance_karmarkar_karp(costs: Int64s, sizes: Int64s, num_bins: int, capacity
     return place_rest(costs, sizes, num_bins, capacity, bins)
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _give_up(sizes: Int64s, order: Int64s, num_bins: int, capacity: int, bins: Int64s) -> None:
     room = np.full(num_bins, capacity, np.int64)
     for item in order:
@@ -460,12 +461,12 @@ def _give_up(sizes: Int64s, order: Int64s, num_bins: int, capacity: int, bins: I
             bins[item] = -1
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _comes_first(key: Int64s, one: int, other: int) -> bool:
     return key[one] > key[other] or (key[one] == key[other] and one < other)
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _sink(heap: Int64s, key: Int64s, end: int) -> None:
     at, moving = 0, heap[0]
     while True:
@@ -481,7 +482,7 @@ def _sink(heap: Int64s, key: Int64s, end: int) -> None:
     heap[at] = moving
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _difference(costs: Int64s, num_bins: int) -> Int64s:
     """Return the bin of each item; costs must fall.
 
@@ -522,7 +523,7 @@ def _difference(costs: Int64s, num_bins: int) -> Int64s:
     return _number_bins(leader)
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _absorb(load: Int64s, name: Int64s, width: int, num_bins: int, value: int, item: int, leader: Int64s) -> int:
     """Add one item to a solution, in place; return its number of bins."""
     if width == num_bins:
@@ -542,7 +543,7 @@ def _absorb(load: Int64s, name: Int64s, width: int, num_bins: int, value: int, i
     return width
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _combine(
     load: Int64s,
     name: Int64s,
@@ -572,7 +573,7 @@ def _combine(
     return width
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _compact(
     load: Int64s, name: Int64s, begin: Int64s, count: Int64s, heap: Int64s, one: int
 ) -> tuple[Int64s, Int64s, int]:
@@ -588,7 +589,7 @@ def _compact(
     return new_load, new_name, top
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _number_bins(leader: Int64s) -> Int64s:
     number, bins, used = np.full(len(leader), -1, np.int64), np.empty(len(leader), np.int64), 0
     for item in range(len(leader)):
@@ -634,7 +635,7 @@ def deal(sizes: Int64s, num_buckets: int, capacity: int) -> tuple[Int64s, Int64s
     return np.arange(len(sizes)) % num_buckets, _next_fit(sizes, num_buckets, capacity)
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _deal_zigzag(sizes: Int64s, order: Int64s, num_bins: int, capacity: int, bins: Int64s) -> None:
     room = np.full(num_bins, capacity, np.int64)
     turn = 0
@@ -649,7 +650,7 @@ def _deal_zigzag(sizes: Int64s, order: Int64s, num_bins: int, capacity: int, bin
                 break
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _next_fit(sizes: Int64s, num_buckets: int, capacity: int) -> Int64s:
     microbatch = np.zeros(num_buckets, np.int64)
     used = np.zeros(num_buckets, np.int64)

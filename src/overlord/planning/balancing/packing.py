@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from overlord.core.draw import Buffer, Pieces
+from overlord.core.kernels import kernel
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.samples import PLAIN
 from overlord.core.spec_errors import did_you_mean, is_whole, show
@@ -195,7 +195,7 @@ def place_bins(
     return Placement(places[bins], count, detail=f"{count} microbatches a bucket, {full:.1%} full")
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _first_fit(sizes: Int64s, capacity: int, bins: Int64s) -> None:
     """Find the first bin with room by a tree of the most room in each range of bins, opened or not."""
     width = 1
@@ -216,7 +216,7 @@ def _first_fit(sizes: Int64s, capacity: int, bins: Int64s) -> None:
             tree[node] = max(tree[2 * node], tree[2 * node + 1])
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _best_fit(sizes: Int64s, capacity: int, bins: Int64s) -> None:
     """Place items in the given order; the opened bins are an ordered set of keys, room * n + bin.
 
@@ -244,7 +244,7 @@ def _best_fit(sizes: Int64s, capacity: int, bins: Int64s) -> None:
         blocks, made = _put_in(keys, used, order, blocks, made, room * n + chosen)
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _block_of(keys: Int64s, order: Int64s, blocks: int, key: int) -> int:
     """Return the last block that begins at or before a key, or the first."""
     low, high = 1, blocks
@@ -257,7 +257,7 @@ def _block_of(keys: Int64s, order: Int64s, blocks: int, key: int) -> int:
     return low - 1
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _first_from(keys: Int64s, used: Int64s, order: Int64s, blocks: int, key: int) -> tuple[int, int]:
     """Return block and place of the first key that is not smaller; the block after the last where there is none."""
     at = _block_of(keys, order, blocks, key)
@@ -272,7 +272,7 @@ def _first_from(keys: Int64s, used: Int64s, order: Int64s, blocks: int, key: int
     return (at, low) if low < used[order[at]] else (at + 1, 0)
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _take_out(keys: Int64s, used: Int64s, order: Int64s, blocks: int, at: int, place: int) -> int:
     """Remove a key; return how many blocks there still are (one at least, be it empty)."""
     block = order[at]
@@ -286,7 +286,7 @@ def _take_out(keys: Int64s, used: Int64s, order: Int64s, blocks: int, at: int, p
     return blocks - 1
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _put_in(keys: Int64s, used: Int64s, order: Int64s, blocks: int, made: int, key: int) -> tuple[int, int]:
     """Add a key; return how many blocks there are, and how many were ever made."""
     at = _block_of(keys, order, blocks, key)
@@ -309,7 +309,7 @@ def _put_in(keys: Int64s, used: Int64s, order: Int64s, blocks: int, made: int, k
     return blocks, made
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _split(
     sizes: Int64s,
     whole: npt.NDArray[np.bool_],

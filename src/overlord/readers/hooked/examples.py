@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from overlord.core.kernels import kernel
 from overlord.core.ragged import (
     BAD_COLUMN,
     NOT_WHOLE,
@@ -122,7 +122,7 @@ def _key(name: str) -> Bytes:
 # its value: a varint (0), 8 bytes (1), a length and as many bytes (2), or 4 bytes (5).
 
 
-_jit: Any = numba.njit(nogil=True, cache=True)
+_jit: Any = kernel
 _DAMAGED = -1
 
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from overlord.core.kernels import kernel
 from overlord.core.ragged import Kind, RowBatch
 from overlord.readers.files import StoredFile, compression_of_name
 from overlord.readers.hooked.examples import RECORD, Bytes, example_columns, example_rows, kind_of_column
@@ -183,7 +183,7 @@ class _Records:
 # Kernels. CRC-32C by eight tables, eight bytes a turn; TFRecord masks it, as it may be part of what is summed again.
 
 
-_jit: Any = numba.njit(nogil=True, cache=True)
+_jit: Any = kernel
 
 
 def _crc_tables() -> npt.NDArray[np.uint32]:

@@ -46,14 +46,13 @@ from overlord.runtimes.hosts.loader_fleet import make_pool
 from overlord.runtimes.hosts.prefetch import WORKER_BYTES, Executors, SerialWorkers, ThreadWorkers
 from overlord.runtimes.launching.deployment import (
     Prepared,
-    Progress,
     facts_of,
     open_files,
     order_of,
     prepare,
     try_files,
 )
-from overlord.runtimes.launching.service_options import ServiceOptions
+from overlord.runtimes.launching.service_options import Progress, ServiceOptions
 from overlord.runtimes.supervision.process_workers import ProcessWorkers
 from overlord.runtimes.supervision.work_clock import Spent, queued_s
 from overlord.scaling.profiles import Entry, Profile, Running, SourceProfile, Spread, cost_digest

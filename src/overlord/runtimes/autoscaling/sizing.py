@@ -17,7 +17,6 @@ from overlord.core.spec_errors import did_you_mean
 from overlord.errors import SpecError
 from overlord.job.specs import Job
 from overlord.launch_spec import Budget, LaunchOptions
-from overlord.runtimes.autoscaling.profiling import read_profile
 from overlord.runtimes.launching.resume import canonical
 from overlord.runtimes.launching.service_options import WORKERS_PER_ACTOR, cluster_of, shadows_of
 from overlord.runtimes.supervision.child import usable_cpus
@@ -160,6 +159,8 @@ def constructor_hosts(launch: LaunchOptions) -> int:
 
 
 def _profile_of(launch: LaunchOptions) -> Profile:
+    from overlord.runtimes.autoscaling.profiling import read_profile  # with the readers, which few launchers need
+
     known = None if launch.profile is None else read_profile(Path(launch.profile))
     if known is None:
         what = "there is no profile=" if launch.profile is None else f"there is no file {launch.profile!r}"

@@ -559,6 +559,8 @@ class StepServer:
         self._end: int | None = None
         self._failed: tuple[int, OverlordError] | None = None
         self._closing, self._waits = False, WaitMeter()
+        self._begun = False
+        """Whether the first step of a client was there."""
         self._ends_for: OverlordError | None = None
         self._gathering: dict[int, tuple[LoadingPlan, frozenset[int]]] = {}
         self._missing: int | None = None
@@ -730,6 +732,16 @@ class StepServer:
     def _past_end(self, step: int) -> bool:
         return self._end is not None and step >= self._end
 
+    def _may_run_ahead(self, step: int, wanted: dict[int, set[int]]) -> bool:
+        """Whether a step may be planned: not behind the very first one, while a client waits for that to be decoded.
+
+        To read and tokenize for later steps would take the cores that the first batch needs.
+        """
+        first, cache = next(iter(wanted)), self._cache
+        if first in cache.labels or first in cache.checked:
+            self._begun = True
+        return self._begun or step == first or not wanted[first]
+
     def _has_room(self, step: int, wanted: dict[int, set[int]]) -> bool:
         """Whether a step may be built now: within the budget, or because a client is at it."""
         if step == next(iter(wanted)) or self._clients.stands_at(step):
@@ -807,7 +819,8 @@ class StepServer:
     def _plan_loop(self) -> None:
         def choose() -> int | None:
             wanted = self._wanted_steps()
-            return next((s for s in wanted if not self._planned(s) and self._has_room(s, wanted)), None)
+            left = (s for s in wanted if not self._planned(s) and self._may_run_ahead(s, wanted))
+            return next((s for s in left if self._has_room(s, wanted)), None)
 
         def work(step: int) -> None:
             with self._changed:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba.core import event as numba_events
 
 from overlord.core.draw import Limits
 from overlord.core.messages import SourceFacts
@@ -36,6 +35,7 @@ from overlord.planning.strategies import backbone_balance
 from overlord.planning.warm import warm_kernels, warm_launch
 from overlord.readers.index import IndexCache
 from overlord.readers.join import JoinedColumns
+from overlord.readers.parquet_footer import warm_footer
 from overlord.readers.reader import Reader
 from overlord.readers.source_files import LengthSidecars, NoFiles, SourceFiles
 from overlord.readers.spill import warm_spill
@@ -54,7 +54,7 @@ from overlord.runtimes.launching.resume import (
     with_added_sources,
     without_files,
 )
-from overlord.runtimes.launching.service_options import ServiceOptions
+from overlord.runtimes.launching.service_options import Progress, ServiceOptions
 from overlord.transforms.hooks import RunningHook
 from overlord.transforms.microbatches.packing_kernels import copy_runs, warm_packing
 from overlord.transforms.microbatches.per_microbatch import MediaShape, PackingJob
@@ -88,18 +88,6 @@ def limits_of(job: Job, layout: Layout | None = None, mesh: ClientPlaceTree | No
         rank_multiple=layout.rank_multiple(tp),
         row_tokens=job.batch.context_length if layout.rows != "packed" else 0,
         full_rows=layout.rows == "full",
-    )
-
-
-def few_samples(job: Job, mesh: ClientPlaceTree) -> str | None:
-    """Say that a step has fewer samples than there are data-parallel ranks; None where it has enough."""
-    samples, dp = job.batch.global_samples, mesh.dp
-    if samples is None or samples >= dp:
-        return None
-    return (
-        f"A step has global_samples={samples} for dp={dp} ranks: at least {dp - samples} of them get dummies and wait "
-        f"for the others (an imbalance of up to {dp / samples:.2f}x), whatever the strategy. Give global_samples={dp} "
-        "or more, or a mesh with a smaller dp."
     )
 
 
@@ -161,10 +149,6 @@ def _vision(job: Job) -> list[ImageSpec | Video]:
 
 # --------------------------------------------------------------------------------------------------------------
 # Opening sources: files listed, columns checked, the first window indexed, known lengths found.
-
-
-Progress = Callable[[str, int, int], None]
-"""Told (what is being done, how much is done, of how much)."""
 
 
 IsolateReader = Callable[[Reader], Reader]
@@ -663,7 +647,7 @@ SAY_AFTER_S = 2.0
 """Seconds of compiling after which a process says that it compiles."""
 
 
-class _CompilingNotice(numba_events.Listener):  # type: ignore[misc]
+class _CompilingNotice:
     """Logs once that kernels are being compiled, when that takes long; loading them from the cache does not count."""
 
     def __init__(self) -> None:
@@ -695,7 +679,9 @@ class _CompilingNotice(numba_events.Listener):  # type: ignore[misc]
 @functools.cache
 def tell_of_compiling() -> None:
     """From now on, say in the log when this process compiles for long."""
-    numba_events.register("numba:compile", _CompilingNotice())
+    from numba.core import event  # numba is loaded where a kernel is called
+
+    event.register("numba:compile", type("CompilingNotice", (_CompilingNotice, event.Listener), {})())
 
 
 def warm_job(job: Job, layout: Layout) -> None:
@@ -742,8 +728,9 @@ def warm_everything() -> None:
     """Compile every kernel there is."""
     from overlord.readers.hooked.tfrecord import warm_examples  # no launch needs it
 
+    warm_common()
     warm_kernels()
-    warm_packing()
+    warm_footer()
     warm_images()
     _warm_positions()
     normalize_patches(np.zeros((1, 3), np.uint8), (0, 0, 0), (1, 1, 1), 1.0, np.empty((1, 3), np.float32))

@@ -32,9 +32,8 @@ from overlord.runtimes.hosts.peers import PLANNER, Blobs
 from overlord.runtimes.hosts.role_host import RoleEnvironment, RoleHost
 from overlord.runtimes.hosts.shared_planner import left_behind
 from overlord.runtimes.launching.cluster_placement import Site, place_here
-from overlord.runtimes.launching.deployment import Progress
 from overlord.runtimes.launching.resume import canonical, peek, with_added_sources
-from overlord.runtimes.launching.service_options import ServiceOptions
+from overlord.runtimes.launching.service_options import Progress, ServiceOptions
 from overlord.runtimes.supervision.cleanup import remove_scratch, scratch_folder
 from overlord.runtimes.supervision.supervisor import Supervisor
 from overlord.runtimes.transport.direct import DirectEngine

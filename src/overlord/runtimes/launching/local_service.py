@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from overlord.readers.parquet_footer import warm_footer
 from overlord.runtimes.hosts.role_host import RoleEnvironment, RoleHost
 from overlord.runtimes.launching.cluster_placement import place_here
-from overlord.runtimes.launching.deployment import Progress
-from overlord.runtimes.launching.service_options import pack
+from overlord.runtimes.launching.deployment import tell_of_compiling
+from overlord.runtimes.launching.service_options import Progress, pack
 from overlord.runtimes.supervision.child import Limits
 from overlord.runtimes.supervision.cleanup import check_file_limit
 from overlord.runtimes.supervision.fork_server import start_template
@@ -53,5 +54,8 @@ def serving(bundle: bytes, folder: Path, progress: Progress) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    # All processes that are forked share numba, and the kernels that reader processes need.
+    tell_of_compiling()
+    warm_footer()
     start_template()  # now: a process with threads must not be copied
     run_service(serving)

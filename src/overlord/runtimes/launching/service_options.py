@@ -10,7 +10,7 @@ import functools
 import hashlib
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -33,6 +33,9 @@ from overlord.version import VERSION
 
 WORKERS_PER_ACTOR = 8
 """w_actor: workers that a loader host has room for, where a launch does not say."""
+
+Progress = Callable[[str, int, int], None]
+"""Told (what is being done, how much is done, of how much)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,6 +172,18 @@ def cluster_of(
 FORMAT = 1
 """The layout of the bytes: one line of JSON, then the body."""
 MAX_HEAD = 1024
+
+
+def few_samples(job: Job, mesh: ClientPlaceTree) -> str | None:
+    """Say that a step has fewer samples than there are data-parallel ranks; None where it has enough."""
+    samples, dp = job.batch.global_samples, mesh.dp
+    if samples is None or samples >= dp:
+        return None
+    return (
+        f"A step has global_samples={samples} for dp={dp} ranks: at least {dp - samples} of them get dummies and wait "
+        f"for the others (an imbalance of up to {dp / samples:.2f}x), whatever the strategy. Give global_samples={dp} "
+        "or more, or a mesh with a smaller dp."
+    )
 
 
 def pack(job: Job, options: ServiceOptions) -> bytes:

@@ -17,10 +17,8 @@ import contextlib
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -222,32 +220,6 @@ def _quota_of(group: Path) -> float:
         return int(quota) / int(period) if int(quota) > 0 else math.inf
     except (OSError, ValueError):  # there is no such file, or it says "max"
         return math.inf
-
-
-ONE_THREAD = {
-    "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false",
-    "ARROW_DEFAULT_MEMORY_POOL": "system",
-}  # fmt: skip
-"""The environment of a process that forks. It must have one thread: OpenBLAS and Arrow's jemalloc start more on import.
-Its children have a core each: a library that starts a thread for each core would only crowd it. Arrow's own allocators
-keep twice what hundreds of open files need, as every thread has a heap."""
-
-
-def start_python(
-    arguments: Sequence[str], environment: Mapping[str, str], fds: Sequence[int], **options: object
-) -> subprocess.Popen[bytes]:
-    """Start a Python process with the modules of this one; its standard input is a pipe that ends with this process.
-
-    Args:
-        environment: Variables that this process's own environment overrules.
-        fds: Descriptors that it inherits.
-    """
-    paths = os.pathsep.join(path for path in sys.path if path)
-    # Few malloc arenas: with one for each of its threads, what they free stays with the process.
-    env = {"MALLOC_ARENA_MAX": "2", **environment, **os.environ, "PYTHONPATH": paths}
-    return subprocess.Popen(  # type: ignore[call-overload,no-any-return]
-        [sys.executable, *arguments], stdin=subprocess.PIPE, pass_fds=fds, env=env, **options
-    )
 
 
 def how_it_ended(code: int) -> str:

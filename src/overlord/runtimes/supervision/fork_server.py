@@ -39,7 +39,8 @@ from overlord.core.client_messages import Message
 from overlord.core.messages import EndChildren, ForkAnswer, ForkChild, ForkServerFor, WorkerMessage
 from overlord.core.ragged import RowBatch
 from overlord.errors import ServiceLost
-from overlord.runtimes.supervision.child import LIMITS, ONE_THREAD, ChildProcess, Limits, exit_status, start_python
+from overlord.runtimes.supervision.child import LIMITS, ChildProcess, Limits, exit_status
+from overlord.runtimes.supervision.early_start import ONE_THREAD, start_python
 from overlord.runtimes.transport.codec import OnSilence
 from overlord.runtimes.transport.role_codec import receive_message, receive_rows, send_message, send_rows
 

@@ -28,7 +28,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -46,10 +45,10 @@ from overlord.errors import ClosedError, Fenced, OverlordError, Rewound, Service
 from overlord.job.specs import Job
 from overlord.roles.client import Client
 from overlord.runtimes.client_feed import ask_once, connect, write_failure
-from overlord.runtimes.launching.deployment import Progress
-from overlord.runtimes.launching.service_options import ServiceOptions, pack
-from overlord.runtimes.supervision.child import LIMITS, Backoff, ChildProcess, Limits, Liveness, Restarts, start_python
-from overlord.runtimes.supervision.cleanup import remove_when_gone, set_up_process
+from overlord.runtimes.launching.service_options import Progress, ServiceOptions, pack
+from overlord.runtimes.supervision.child import LIMITS, Backoff, ChildProcess, Limits, Liveness, Restarts
+from overlord.runtimes.supervision.cleanup import set_up_process
+from overlord.runtimes.supervision.early_start import start_service, take_started
 from overlord.runtimes.transport.codec import error_of, failure_of, raised, receive, send
 from overlord.runtimes.transport.listener import connect_socket
 
@@ -107,13 +106,14 @@ class ServiceChild(ChildProcess):
 
     Args:
         keeps_folder: The pipe whose end removes the folder; the process holds it too.
+        started: The process, where it waits for its job already.
     """
 
-    def __init__(self, order: StartOrder, bundle: bytes, folder: Path, keeps_folder: int) -> None:
-        # A session of its own: the terminal's Ctrl-C must not reach it; the closing pipe does.
-        self._process = start_python(
-            ["-m", order.module], order.environment, [keeps_folder], stdout=subprocess.PIPE, start_new_session=True
-        )
+    def __init__(
+        self, order: StartOrder, bundle: bytes, folder: Path, keeps_folder: int,
+        started: subprocess.Popen[bytes] | None = None,
+    ) -> None:  # fmt: skip
+        self._process = started or start_service(order.module, order.environment, keeps_folder)
         super().__init__(self._process.pid)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._into, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
@@ -285,10 +285,10 @@ class ServiceChild(ChildProcess):
 class ServiceSupervisor:
     """The process of one service, and those that replace it."""
 
-    def __init__(self, order: StartOrder, folder: Path) -> None:
+    def __init__(self, order: StartOrder) -> None:
         self._order = order
-        self._folder = folder
-        self._keeps_folder = remove_when_gone(folder)
+        started = take_started(order.module, order.environment)
+        self._folder, self._keeps_folder = started.folder, started.keeps_folder
         self._changed = threading.Condition()
         self._up = self._closing = False
         self._closed = threading.Event()
@@ -298,7 +298,7 @@ class ServiceSupervisor:
         self._restarts = Restarts(MOST_RESTARTS, order.limits.service_steady)
         self._backoff = Backoff(1.0, 5.0, self._sleep)
         self._served = -1
-        self._process = self._start(order.first)
+        self._process = self._start(order.first, started.process)
 
     @property
     def pid(self) -> int:
@@ -371,8 +371,8 @@ class ServiceSupervisor:
         """Wait for a `close` that another thread began; not for ever, since that thread may be this one."""
         self._closed.wait(self._order.close_s)
 
-    def _start(self, bundle: bytes) -> ServiceChild:
-        return ServiceChild(self._order, bundle, self._folder, self._keeps_folder.fileno())
+    def _start(self, bundle: bytes, started: subprocess.Popen[bytes] | None = None) -> ServiceChild:
+        return ServiceChild(self._order, bundle, self._folder, self._keeps_folder.fileno(), started)
 
     def _sleep(self, seconds: float) -> None:
         with self._changed:
@@ -515,7 +515,7 @@ class ServiceProcess:
         limits = Limits(options.heartbeat_s)
         close_s = close_s or limits.service_close
         order = StartOrder(module, environment or {}, pack(job, options), pack(job, again), close_s, limits)
-        self._supervisor = ServiceSupervisor(order, _service_folder())
+        self._supervisor = ServiceSupervisor(order)
         self._seen: dict[str, Any] | None = None
         self._finalizer = weakref.finalize(self, self._supervisor.close)
         try:
@@ -600,15 +600,6 @@ def ray_service(job: Job, options: ServiceOptions, progress: Progress | None) ->
         "overlord.runtimes.transport.ray_cluster", job, options, progress,
         close_s=Limits(options.heartbeat_s).ray_close, environment=RAY_ENVIRONMENT,
     )  # fmt: skip
-
-
-def _service_folder() -> Path:
-    """Make a folder whose sockets have short paths: the kernel takes no more than 107 bytes."""
-    folder = Path(tempfile.mkdtemp(prefix="overlord-"))
-    if len(os.fsencode(folder)) <= 40 and str(folder).isprintable():  # messages are UTF-8
-        return folder
-    folder.rmdir()
-    return Path(tempfile.mkdtemp(prefix="overlord-", dir="/tmp"))
 
 
 # --------------------------------------------------------------------------------------------------------------

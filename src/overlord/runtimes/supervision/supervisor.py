@@ -57,9 +57,9 @@ from overlord.runtimes.autoscaling.scaler import refresh_profile, service_scaler
 from overlord.runtimes.hosts.peers import PLANNER, add_up, loader_name
 from overlord.runtimes.launching.add_source import AddedSources
 from overlord.runtimes.launching.cluster_placement import Site
-from overlord.runtimes.launching.deployment import Progress, check_launch
+from overlord.runtimes.launching.deployment import check_launch
 from overlord.runtimes.launching.resume import canonical, peek, with_added_sources
-from overlord.runtimes.launching.service_options import ServiceOptions, unpack
+from overlord.runtimes.launching.service_options import Progress, ServiceOptions, unpack
 from overlord.runtimes.supervision.child import Backoff, Limits, Liveness
 from overlord.runtimes.supervision.role_table import MOST_TRIES, RoleInstance, RoleTable
 from overlord.runtimes.supervision.service_process import REWOUND, SERVED

@@ -23,8 +23,8 @@ from overlord.runtimes.hosts.prefetch import Executors, SerialWorkers
 from overlord.runtimes.hosts.role_host import RoleEnvironment
 from overlord.runtimes.hosts.shared_planner import Pace
 from overlord.runtimes.launching.cluster_placement import Site
-from overlord.runtimes.launching.deployment import IsolateReader, Prepared, Progress
-from overlord.runtimes.launching.service_options import ServiceOptions
+from overlord.runtimes.launching.deployment import IsolateReader, Prepared
+from overlord.runtimes.launching.service_options import Progress, ServiceOptions
 from overlord.runtimes.supervision.process_workers import ProcessWorkers
 from overlord.runtimes.supervision.reader_processes import ReaderProcesses
 from overlord.runtimes.transport.engine import SERVICE, Membership, Peer, Pending, Sender

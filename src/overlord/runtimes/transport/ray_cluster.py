@@ -44,8 +44,7 @@ from overlord.runtimes.launching.cluster_placement import (
     place,
     room_for,
 )
-from overlord.runtimes.launching.deployment import Progress
-from overlord.runtimes.launching.service_options import ServiceOptions, pack
+from overlord.runtimes.launching.service_options import Progress, ServiceOptions, pack
 from overlord.runtimes.supervision.child import LIMITS, Limits
 from overlord.runtimes.supervision.service_process import run_service
 from overlord.runtimes.supervision.supervisor import supervised, unbundled

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from overlord.core.kernels import kernel
 
 IGNORE_INDEX = -100
 
@@ -28,7 +29,7 @@ FIELDS = (
 Array = npt.NDArray[Any]
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def pack(  # noqa: PLR0913 - a kernel takes plain arrays
     buffer: Array,
     offsets: tuple[int, ...],
@@ -122,7 +123,7 @@ def pack(  # noqa: PLR0913 - a kernel takes plain arrays
     return longest, real, labelled
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _sources(
     first: Array,
     first_loss: Array,
@@ -149,7 +150,7 @@ def _sources(
     return source, marks, filled, ahead, counts
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _look_up(places: Array, keys: Array, begins: Array) -> None:
     """Replace keys by the places of their tokens: each is in the last run that begins at or before it.
 
@@ -166,7 +167,7 @@ def _look_up(places: Array, keys: Array, begins: Array) -> None:
 # as fast.
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _copy(out: Array, place: Array, size: Array, values: Array, source: Array, count: Array) -> None:
     for run in range(len(place)):
         if place[run] < 0:
@@ -178,7 +179,7 @@ def _copy(out: Array, place: Array, size: Array, values: Array, source: Array, c
             out[at + i] = 0
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _count(out: Array, place: Array, size: Array, loss: Array, source: Array, count: Array, plain: Array) -> None:
     for run in range(len(place)):
         if place[run] < 0:
@@ -194,7 +195,7 @@ def _count(out: Array, place: Array, size: Array, loss: Array, source: Array, co
             out[at + i] = 0.0
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _number(out: Array, place: Array, size: Array, begin: Array) -> None:
     for run in range(len(place)):
         if place[run] < 0:
@@ -204,7 +205,7 @@ def _number(out: Array, place: Array, size: Array, begin: Array) -> None:
             out[at + i] = start + np.int64(i)
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _mark(out: Array, place: Array, size: Array, count: Array) -> None:
     for run in range(len(place)):
         if place[run] < 0:
@@ -216,7 +217,7 @@ def _mark(out: Array, place: Array, size: Array, count: Array) -> None:
             out[at + i] = 0
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _label(
     out: Array,
     place: Array,
@@ -249,7 +250,7 @@ def _label(
             out[at + i] = IGNORE_INDEX
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _block(buffer: Array, offset: int, elements: int) -> Array:
     """Return the block of one key for all ranks that share it; empty where the key is not there."""
     if offset < 0:
@@ -257,7 +258,7 @@ def _block(buffer: Array, offset: int, elements: int) -> Array:
     return buffer[offset : offset + 8 * elements].view(np.int64)
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _cut(cu: Array, of: int, chunks: int, slots: Array) -> tuple[Array, Array, Array, Array, Array]:
     """Cut every segment into chunks: rank r gets chunk r followed by the mirrored chunk 2 * ranks - 1 - r.
 
@@ -281,7 +282,7 @@ def _cut(cu: Array, of: int, chunks: int, slots: Array) -> tuple[Array, Array, A
     return runs[0, :made], runs[1, :made], runs[2, :made], runs[3, :made], runs[4, :made]
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _write_origin(
     buffer: Array, offsets: tuple[int, ...], origin: Array, length: Array, cu: Array, begin: int, count: int
 ) -> None:
@@ -301,7 +302,7 @@ def _write_origin(
             unpadded[segment + 1] = unpadded[segment] + (length[begin + segment] if segment < count else 0)
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def copy_runs(whole: Array, out: Array, begins: Array, lengths: Array, places: Array, width: int) -> None:
     """Copy runs of every row of `whole` to their places; the rows of a slice are `width` apart."""
     for run in range(len(begins)):
@@ -312,7 +313,7 @@ def copy_runs(whole: Array, out: Array, begins: Array, lengths: Array, places: A
                 out[at + i] = row[begin + i]
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def rows_of_ones(values: Array, offsets: Array) -> Array:
     """Return which rows of a mask are all ones."""
     out = np.empty(len(offsets) - 1, np.bool_)

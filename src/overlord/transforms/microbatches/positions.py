@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from overlord.core.kernels import kernel
 from overlord.errors import SpecError
 
 Int64s = npt.NDArray[np.int64]
@@ -59,7 +59,7 @@ def mrope_positions(
     return out
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _number(
     bounds: Int64s,
     segment: Int64s,
@@ -94,7 +94,7 @@ def _number(
         _count_up(out, at, end, position)
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _count_up(out: Int64s, begin: int, end: int, position: int) -> None:
     for axis in range(3):
         # Indices into a slice cannot be negative, which lets the compiler write several at once.
@@ -103,7 +103,7 @@ def _count_up(out: Int64s, begin: int, end: int, position: int) -> None:
             run[i] = position + i
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _number_item(
     out: Int64s, at: int, position: int, times: int, rows: int, columns: int, step: np.float32, count_time: bool
 ) -> int:

@@ -6,10 +6,10 @@ import io
 from functools import lru_cache
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from overlord.core.kernels import kernel
 from overlord.core.ragged import RowBatch
 from overlord.core.samples import BAD
 from overlord.job.specs import Audio, audio_frames, audio_tokens
@@ -219,7 +219,7 @@ def _bank(mels: int, sample_rate: int) -> tuple[Float64s, npt.NDArray[np.int64],
     return weights, first, last
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _log_bands(spectrum: Any, weights: Any, first: Any, last: Any, out: Any) -> None:
     """Write log10 of every band's power; sums run in one order, so they are the same on any number of threads."""
     power = np.empty(weights.shape[1])

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Never
 
 import jinja2
-import numba
 import numpy as np
 import numpy.typing as npt
 from jinja2 import nodes
@@ -30,6 +29,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from overlord.core.kernels import kernel
 from overlord.core.ragged import (
     BAD_COLUMN,
     Ragged,
@@ -365,7 +365,7 @@ def loss_in_spans(encoded: TokenSpans, spans: Ragged, characters: Int64s) -> Rag
     return Ragged(loss, tokens.offsets)
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _mark_spans(
     tokens: npt.NDArray[Any],
     begin: npt.NDArray[Any],

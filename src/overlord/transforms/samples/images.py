@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import numba
 import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image, ImageEnhance, UnidentifiedImageError
 
+from overlord.core.kernels import kernel
 from overlord.core.ragged import (
     BAD_COLUMN,
     Ragged,
@@ -225,7 +225,7 @@ def patchify_into(image: UInt8s, patch: int, merge: int, out: UInt8s, *, tempora
     _patchify(np.ascontiguousarray(image).reshape(-1), height, width, patch, merge, temporal, out.reshape(-1))
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _patchify(pixels: UInt8s, height: int, width: int, patch: int, merge: int, temporal: int, out: UInt8s) -> None:
     # One loop for the three colours compiles to interleaved vector loads: three times as fast as numpy's transpose.
     plane, three = np.uintp(patch * patch), np.uintp(3)
@@ -276,7 +276,7 @@ def normalize_patches(
     _look_up(np.ascontiguousarray(rows).reshape(shape), table, out.reshape(shape))
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _look_up(rows: UInt8s, table: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
     for row in range(rows.shape[0]):
         for channel in range(3):
