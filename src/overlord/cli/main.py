@@ -39,6 +39,7 @@ from overlord.cli.options import (
     folder_of,
     launch_flags,
     load,
+    store_path,
 )
 from overlord.cli.output import Screen, check_writable, command, labelled, show_error, write_text
 from overlord.core.place_tree import ClientPlaceTree
@@ -642,7 +643,7 @@ def diff_steps(
     from overlord.cli.steps import diff_lines, diff_runs
 
     with screen.progress() as tell, screen.user_code():
-        told = diff_runs((first, second), folder_of(cache), tell, from_step)
+        told = diff_runs((store_path(first), store_path(second)), folder_of(cache), tell, from_step)
     screen.show(*diff_lines(told))
     screen.give(told)
     if not told["same"]:

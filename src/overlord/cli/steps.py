@@ -214,6 +214,15 @@ class Delivered:
             self._steps[rank] = next(client)
         return self._steps[rank]
 
+    def ranks_of(self, rows: Sequence[StepRow]) -> list[int]:
+        """Return all ranks that get, or encode, something of some pieces."""
+        ranks = {rank for row in rows for rank in row.ranks}
+        media, drawn = self.plan.draw.media, [row.drawn for row in rows]
+        for plan, *_ in self.plan.encoders.values():
+            items = self.plan.draw.media_at(plan.pieces.sample, plan.pieces.start)[0]
+            ranks |= set(plan.buckets[np.isin(media.sample[items], drawn)].tolist())
+        return sorted(ranks)
+
     def preview(self, row: StepRow, tokenizer: TextTokenizer | None) -> Preview:
         """Return a piece as its ranks got it."""
         ids, counts = self.tokens(row)
@@ -487,6 +496,7 @@ def show_step(
             raise SpecError(
                 f"--sample {sample}: it is not in step {step}{held}. Leave --step out to look for its step."
             )
+    service.look_at(delivered.ranks_of(chosen[:texts]))
     tokenizer = TextTokenizer(job.tokenizer) if job.tokenizer and texts else None
     if tokenizer is not None:
         reserve_placeholders(job, tokenizer)
@@ -520,7 +530,8 @@ def find_sample(store: str, sample: str, loaded: JobFile | None, cache: str) -> 
     job = canonical(with_added_sources(job, found.newest.state), found.newest.state)
     name, row, epoch = parse_sample(sample, job.names)
     cursors = [(found.snapshots[0].step - 1, _cursor_in(oldest, name))]
-    moved = {r["step"]: r["cursors"][name] for r in found.records if r["kind"] == "plan" and name in r["cursors"]}
+    plans = ((r["step"], r["rows"] if "rows" in r else r["cursors"]) for r in found.records if r["kind"] == "plan")
+    moved = {step: rows[name][:3] for step, rows in plans if name in rows}
     cursors += [(step, Cursor(*moved[step])) for step in sorted(moved) if step > cursors[0][0]]
     begin, end = cursors[0][1], cursors[-1][1]
     source = next(one for one in job.sources if one.name == name)

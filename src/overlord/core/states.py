@@ -10,6 +10,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -90,6 +91,21 @@ class StreamState:
         fresh = StreamState.begin(more)
         columns = [np.concatenate([getattr(self, name), getattr(fresh, name)]) for name in _COLUMNS]
         return StreamState.of(self.step, columns, self.mixer)
+
+    def rows_since(self, before: StreamState, names: Sequence[str]) -> dict[str, list[int]]:
+        """Return the rows of the sources that differ from those of an older state, by name."""
+        now, old = (np.stack([getattr(one, name) for name in _COLUMNS], axis=1) for one in (self, before))
+        return {names[at]: now[at].tolist() for at in np.flatnonzero((now != old).any(axis=1)).tolist()}
+
+    def with_rows(
+        self, rows: Mapping[str, Sequence[int]], names: Sequence[str], mixer: Mapping[str, Any] | None
+    ) -> StreamState:
+        """Return the state behind the next step, from what `rows_since` returned then."""
+        places = [names.index(name) for name in rows]
+        after = self.grown(max([len(self.epoch), *(place + 1 for place in places)])).copy()
+        for column, values in zip(_COLUMNS, zip(*rows.values(), strict=True), strict=False):
+            getattr(after, column)[places] = values
+        return dataclasses.replace(after, step=self.step + 1, mixer=mixer)
 
     def copy(self) -> StreamState:
         """Return a copy with writable arrays of its own."""

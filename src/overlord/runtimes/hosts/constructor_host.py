@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -395,12 +395,17 @@ class InlineConstructor(ConstructorHost):
         self._constructor = make_constructor(self._prepared, loaders, self._workers_for("workers"))
         self._plans: OrderedDict[int, LoadingPlan] = OrderedDict()
         self._samples: tuple[int, StepSamples] | None = None
+        self._looked_at: tuple[int, ...] | None = None
         self._packed: OrderedDict[tuple[int, int, int], PackedMicrobatch] = OrderedDict()
         self._packed_bytes = 0
         self._labels: dict[int, int] = {}
         self._positions: dict[int, int] = {}
         self._reached: dict[int, int] = {}
         return Nothing()
+
+    def look_at(self, ranks: Collection[int]) -> None:
+        """Gather only what some ranks need from now on; media are decoded when they are packed."""
+        self._looked_at, self._samples = tuple(ranks), None
 
     def open_step(self, rank: int, step: int) -> StepHeader | None:
         """Tell a rank what a step consists of; None past the end."""
@@ -464,7 +469,8 @@ class InlineConstructor(ConstructorHost):
 
     def _gathered(self, plan: LoadingPlan) -> StepSamples:
         if self._samples is None or self._samples[0] != plan.step:
-            self._samples = (plan.step, self._constructor.gather(plan, open_all=True)())
+            gather = self._constructor.gather(plan, self._looked_at, open_all=self._looked_at is None)
+            self._samples = (plan.step, gather())
         return self._samples[1]
 
     def _plan(self, step: int) -> LoadingPlan | None:
