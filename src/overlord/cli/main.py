@@ -41,12 +41,12 @@ from overlord.cli.options import (
     load,
     store_path,
 )
-from overlord.cli.output import Screen, check_writable, command, labelled, show_error, write_text
+from overlord.cli.output import Screen, check_writable, command, default_report, labelled, show_error, write_text
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import OverlordError, SourceError, SpecError, ToleranceError
 from overlord.job_files import job_file_schema
 from overlord.launch_spec import profile_path
-from overlord.reports.summary import RunSummary, count, number
+from overlord.reports.summary import RunSummary, count, number, waited_for
 
 EXPLAIN_STEPS = 20
 PROFILED_SAMPLES = 200
@@ -240,14 +240,23 @@ def run(
     cpus: Cpus = None,
     resume: Resume = False,
     state: State = None,
-    report: Annotated[Path | None, typer.Option(help="Write an HTML report to this file.")] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report", help="Where the report goes, an HTML page; else beside the job file, as its name.report.html."
+        ),
+    ] = None,
+    no_report: Annotated[bool, typer.Option("--no-report", help="Write no report.")] = False,
     cache: Cache = CACHE,
     as_json: AsJson = False,
 ) -> None:
     """Run a job with every rank of its mesh in this process, and show what came out."""
     screen = Screen(as_json=as_json)
+    if report is not None and no_report:
+        raise SpecError("--report and --no-report were both given. Leave one of them out.")
     check_writable("--report", report)
     loaded = load(job, screen)
+    report = None if no_report else report or default_report(job, screen)
     # What the file says of trainer hosts is for trainers; here all ranks are in one process.
     loaded = dataclasses.replace(loaded, launch=loaded.launch.model_copy(update={"ranks_per_host": None}))
     options = choose(loaded, flags, cache, cpus)
@@ -687,7 +696,7 @@ def _show_run(screen: Screen, summary: RunSummary) -> None:
     from overlord.reports.run_report import media_tables, source_table, summary_table
 
     screen.show(source_table(summary), *media_tables(summary.media), summary_table(summary))
-    for note in summary.notes:
+    for note in (waited_for(summary), *summary.notes):
         screen.note(note)
 
 

@@ -405,10 +405,13 @@ class InlineConstructor(ConstructorHost):
 
     def look_at(self, ranks: Collection[int]) -> None:
         """Gather only what some ranks need from now on; media are decoded when they are packed."""
-        self._looked_at, self._samples = tuple(ranks), None
+        self._looked_at, self._samples, self._packed_bytes = tuple(sorted(ranks)), None, 0
+        self._packed.clear()
 
     def open_step(self, rank: int, step: int) -> StepHeader | None:
         """Tell a rank what a step consists of; None past the end."""
+        if self._looked_at is not None and rank not in self._looked_at:
+            raise SpecError(f"rank {rank} was not given to look_at, so nothing of it is read. Give it too.")
         self._positions[rank] = self._reached[rank] = step
         self._forget_passed()
         plan, next_mesh = self._plan(step), self._planner.next_mesh
@@ -432,7 +435,10 @@ class InlineConstructor(ConstructorHost):
             return RankView({}, {})
         key = (step, *place)
         if key not in self._packed:
-            packed = self._constructor.constructor_do_plan(plan, self._gathered(plan), *place, _new_buffer)
+            ranks = self._looked_at and tuple(
+                one for one in self._looked_at if self._constructor.takes(one, plan, place)
+            )
+            packed = self._constructor.constructor_do_plan(plan, self._gathered(plan), *place, _new_buffer, ranks)
             self._packed[key] = packed
             self._packed_bytes += packed.buffer.nbytes
             while len(self._packed) > 1 and self._packed_bytes > self._options.budget_bytes // 4:
