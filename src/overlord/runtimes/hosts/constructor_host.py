@@ -435,9 +435,8 @@ class InlineConstructor(ConstructorHost):
             return RankView({}, {})
         key = (step, *place)
         if key not in self._packed:
-            ranks = self._looked_at and tuple(
-                one for one in self._looked_at if self._constructor.takes(one, plan, place)
-            )
+            takes, seen = self._constructor.takes, self._looked_at
+            ranks = None if seen is None else tuple(one for one in seen if takes(one, plan, place))
             packed = self._constructor.constructor_do_plan(plan, self._gathered(plan), *place, _new_buffer, ranks)
             self._packed[key] = packed
             self._packed_bytes += packed.buffer.nbytes
