@@ -334,7 +334,8 @@ def status(
     from overlord.cli.serving import find_status, status_tables
 
     screen = Screen(as_json=as_json)
-    found = find_status(address)
+    with screen.progress():
+        found = find_status(address)
     screen.show(*status_tables(found))
     screen.give(found)
 
@@ -356,7 +357,8 @@ def dashboard(
     from overlord.cli.serving import find_status, read_address_file
 
     screen = Screen(as_json=as_json)
-    find_status(address)
+    with screen.progress():
+        find_status(address)
     try:
         from overlord.dashboard.serving_page import PageServer
     except ModuleNotFoundError as error:
@@ -570,7 +572,8 @@ def energon(
         kind = None
     if sample is not None and not isinstance(kind, dict):
         raise SpecError(f"--sample {sample}: it is no mapping; samples could not be made. Write '{{kind: text, ..}}'.")
-    sources = import_energon(metadataset, split, kind)
+    with screen.progress():
+        sources = import_energon(metadataset, split, kind)
     write_text(out, as_manifest(sources))
     screen.show(labelled("manifest", out))
     screen.show(f"{number(len(sources), 'source')}; in the job file, write\n")
@@ -680,6 +683,33 @@ def version(as_json: AsJson = False) -> None:
     screen = Screen(as_json=as_json)
     screen.show(f"overlord {__version__}")
     screen.give({"version": __version__})
+
+
+EXAMPLES = {
+    "demo": "--folder demo --steps 10",
+    "explain": "job.yaml --mesh dp=8,cp=2 --strategy hdp --html plan.html",
+    "profile": "job.yaml --seconds 5 --html profile.html",
+    "run": "job.yaml --mesh dp=8 --steps 100 --store run1",
+    "serve": "job.yaml --mesh dp=8 --store run1 --address-file address",
+    "status": "address",
+    "dashboard": "address --port 9500",
+    "top": "address --interval 1",
+    "trace": "address --seconds 30 --out run.pftrace",
+    "sources list": "job.yaml --rows",
+    "sources preview": "job.yaml web --rows 5 --html samples.html",
+    "sources lint": "job.yaml --rows 1000",
+    "sources measure": "job.yaml web",
+    "import energon": "metadataset.yaml --split train --out sources.jsonl",
+    "steps show": "--store run1 --step 340 --rank 3",
+    "steps diff": "run1 run2 --from 100",
+    "schema": "--out job.schema.json",
+    "version": "--json",
+}
+"""The last line of the help of every command."""
+for _group, _prefix in ((app, ""), (sources_app, "sources "), (import_app, "import "), (steps_app, "steps ")):
+    for _command in _group.registered_commands:
+        _name = f"{_prefix}{_command.name or getattr(_command.callback, '__name__', '')}"
+        _command.epilog = f"Example: overlord {_name} {EXAMPLES[_name]}" if _name in EXAMPLES else None
 
 
 def main() -> None:

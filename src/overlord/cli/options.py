@@ -126,7 +126,7 @@ def load(path: Path, screen: Screen) -> JobFile:
     Raises:
         SpecError: The file is wrong; the message says where.
     """
-    with screen.user_code():
+    with screen.progress(), screen.user_code():
         loaded = load_job_file(path)
     return dataclasses.replace(loaded, job=completed(loaded.job))
 
