@@ -236,12 +236,23 @@ def test_diff_names_the_first_difference_and_its_cause(ids_job, cache, tmp_path)
     assert (other.exit_code, told["order_differs_at"], told["plan_differs_at"]) == (1, 3, 3)
     assert told["difference"]["what"] == "draw" and len(set(told["difference"]["samples"])) == 2
     assert any("only the second run was changed by" in cause and "'c': 8" in cause for cause in told["causes"])
+    assert told["differing_steps"] == 3 and 0 <= told["difference"]["in_both"] < min(told["difference"]["drawn"])
     placed = json.loads(call("diff", first, stored("placed", mesh="dp=2"), "--json").stdout)
+    assert "launch.mesh.dp is 1 in the first run, 2 in the second" in placed["causes"]
     assert placed["order_differs_at"] is None and placed["difference"]["meshes"] == [
         "pp=1 dp=1 cp=1 tp=1", "pp=1 dp=2 cp=1 tp=1",
     ]  # fmt: skip
     packed = call("diff", stored("zero", mesh="dp=2"), stored("packed", mesh="dp=2", strategy="packed"))
-    assert packed.exit_code == 1 and "rank " in packed.stdout and "same samples, at other places" in packed.stdout
+    shown = " ".join(packed.stdout.split())
+    assert packed.exit_code == 1 and "same samples, at other places from step 0 on, in 6 of 6 steps" in shown
+    assert "because: launch.strategy is None in the first run, 'packed' in the second" in shown
+    assert f"first run {tmp_path / 'zero'}" in shown and "first run, step 0, rank " in shown
+    assert f"overlord steps show --store {tmp_path / 'zero'} --step 0 --rank " in shown
+    seeded = ids_job.replace(seed=77)
+    with ol.launch(seeded, runtime="inline", cache=cache, store=tmp_path / "seeded") as service:
+        next(service.client(0))
+    other = call("diff", first, tmp_path / "seeded")
+    assert f"because: seed is {ids_job.seed} in the first run, 77 in the second" in " ".join(other.stdout.split())
 
 
 @pytest.mark.parametrize(

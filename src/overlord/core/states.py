@@ -276,7 +276,13 @@ def _damaged(what: str) -> StateError:
     )
 
 
-def describe_differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+IN_TIME = ("{name} was {old!r}, is now {new!r}", "{name} was {old!r}, is now missing", "{name} is new ({new!r})")
+"""How a difference is told: other, only in the first, only in the second."""
+
+
+def describe_differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "", words: Sequence[str] = IN_TIME
+) -> list[str]:
     """Describe the differences between two fingerprints.
 
     Example:
@@ -285,13 +291,10 @@ def describe_differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix:
     """
     found: list[str] = []
     for key in sorted(set(old) | set(new)):
-        name = f"{prefix}{key}"
-        if key not in new:
-            found.append(f"{name} was {old[key]!r}, is now missing")
-        elif key not in old:
-            found.append(f"{name} is new ({new[key]!r})")
-        elif isinstance(old[key], Mapping) and isinstance(new[key], Mapping):
-            found.extend(describe_differences(old[key], new[key], f"{name}."))
-        elif old[key] != new[key]:
-            found.append(f"{name} was {old[key]!r}, is now {new[key]!r}")
+        one, other = old.get(key), new.get(key)
+        if key in old and key in new and isinstance(one, Mapping) and isinstance(other, Mapping):
+            found.extend(describe_differences(one, other, f"{prefix}{key}.", words))
+        elif key not in old or key not in new or one != other:
+            told = words[1 if key not in new else 2 if key not in old else 0]
+            found.append(told.format(name=f"{prefix}{key}", old=one, new=other))
     return found
