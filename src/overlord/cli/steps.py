@@ -733,7 +733,8 @@ def _first_difference(stores: tuple[str, str], step: int, cache: str, tell: Tell
 
 def _causes(runs: Sequence[FoundLineage], last: int) -> list[str]:
     """Return what was different before: the jobs, live changes and reports."""
-    causes = describe_differences(*(run.newest.state["fingerprint"] for run in runs), words=OF_RUNS)
+    first, second = (run.newest.state["fingerprint"] for run in runs)
+    causes = describe_differences(first, second, words=OF_RUNS)
     changes = [
         {
             json.dumps({key: value for key, value in one.items() if key != "id"}, sort_keys=True)
@@ -761,7 +762,7 @@ def _launch_causes(stores: Sequence[str], runs: Sequence[FoundLineage]) -> list[
         found = yaml.safe_load(text) if text is not None else {}
         kept = (found.get("launch") or {}) if isinstance(found, dict) else {}
         launches.append({key: kept.get(key) for key in ("mesh", "strategy", "layout", *HOOK_KINDS)} if kept else {})
-    return describe_differences(*launches, "launch.", OF_RUNS) if all(launches) else []
+    return describe_differences(launches[0], launches[1], "launch.", OF_RUNS) if all(launches) else []
 
 
 def _first_unequal(left: Sequence[Any], right: Sequence[Any]) -> int:
