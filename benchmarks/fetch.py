@@ -53,12 +53,12 @@ def eight_megabytes(folder: Path) -> ol.Job:
 
 
 def measure(take: Callable[[], list[np.ndarray]], steps: int) -> dict[str, list[float]]:
-    """Take steps, and copy each of them; milliseconds of both."""
+    """Take steps, and copy each of them; milliseconds of both, and when the step was asked for."""
     out = np.zeros(2 * STEP_BYTES, np.uint8)
-    found: dict[str, list[float]] = {"waits": [], "copies": []}
+    found: dict[str, list[float]] = {"waits": [], "copies": [], "at": []}
     for step in range(steps + 5):
         time.sleep(PAUSE_S)
-        began = time.perf_counter()
+        asked, began = time.monotonic(), time.perf_counter()
         arrays = take()
         waited = time.perf_counter() - began
         time.sleep(PAUSE_S)
@@ -69,6 +69,7 @@ def measure(take: Callable[[], list[np.ndarray]], steps: int) -> dict[str, list[
             at += array.nbytes
         copied = time.perf_counter() - began
         if step >= 5:  # segments are mapped and pages touched once
+            found["at"].append(asked)
             found["waits"].append(1000 * waited)
             found["copies"].append(1000 * copied)
     return found

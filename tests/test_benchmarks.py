@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
+import subprocess
+import sys
 
+import pytest
 from benchmarks.__main__ import BENCHMARKS, HERE
 
 NAMES = [one.name for one in BENCHMARKS]
@@ -25,3 +29,11 @@ def test_the_report_shows_each_of_them_with_its_plots():
 def test_the_report_shows_what_is_measured_today():
     for one in BENCHMARKS:
         assert f"Measured: {one.what}." in REPORT and f"Against: {one.against}." in REPORT, one.name
+
+
+@pytest.mark.slow
+def test_open_pages_are_measured():
+    """A short run: the figure itself needs a quiet machine."""
+    command = [sys.executable, "-m", "benchmarks.pages", "--pages", "5", "--rounds", "1", "--seconds", "3", "--json"]
+    told = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1])
+    assert told["ratio"] > 0 and min(told["steps"]) >= 2 and told["pages_kb_per_s"] > 0

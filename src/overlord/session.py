@@ -216,6 +216,18 @@ class Service:
         blob = self._runtime.ask(msg.GetPlan(_step("plan_raw", step))).plan
         return None if blob is None else plan_from_bytes(blob)
 
+    def look_at(self, ranks: Collection[int]) -> None:
+        """Read only what some ranks get of a step, to look at it: of a replay, or with `runtime="inline"`.
+
+        `global_loss_tokens` of the steps that they get then counts only what was read.
+        """
+        if not isinstance(self._runtime, InlineService):
+            raise SpecError(
+                f"look_at: the runtime is {self.options.runtime!r}, and its ranks train with what they get; their "
+                "label counts would be wrong. Use it with replay(), or with runtime='inline'."
+            )
+        self._runtime.look_at(ranks)
+
     def summary_buffer(self, step: int) -> Buffer | None:
         """Return what a strategy sees of a step: its draw with the metadata, the job's limits, the report."""
         from overlord.runtimes.launching.deployment import limits_of  # with the readers, which few launchers need
@@ -445,9 +457,8 @@ def replay(
         remove_scratch(copied)
         raise
     planned = {record["step"]: record["plan"] for record in kept.records if record["kind"] == "plan"}
-    with service.client(0) as client:
-        made = next(client, None)
-    if made is None or planned.get(number, made.plan_digest) != made.plan_digest:
+    made = service.plan_raw(number)
+    if made is None or planned.get(number, made.digest) != made.digest:
         service.close()
         raise StateError(
             f"step {number} came out with another plan than the run in the store {path!r} had; it would not be what "

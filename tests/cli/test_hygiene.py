@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +18,11 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+import overlord as ol
 from overlord.cli import output
 from overlord.cli.main import app
 from overlord.cli.output import Screen
+from overlord.job_files import LaunchOptions, dump_job_yaml
 from overlord.version import VERSION
 
 HEAVY = {"numpy", "numba", "pydantic", "pyarrow", "yaml", "msgspec", "tokenizers", "PIL", "jinja2", "torch", "ray"}
@@ -90,6 +94,54 @@ def test_every_command_tells_how_to_use_it(name):
     assert "--json" in options
     for one in command.params:
         assert one.help, f"{name}: {one.name} has no help"
+    shown = CliRunner().invoke(app, [*name.split(), "--help"], terminal_width=200).stdout
+    start, _, example = (command.epilog or "").partition(f"overlord {name} ")
+    assert start == "Example: ", f"{name}: EXAMPLES of cli/main.py has none"
+    assert " ".join(command.epilog.split()) in " ".join(shown.split())
+    command.make_context(name, shlex.split(example))  # it is one that the command takes
+
+
+WRONG = {
+    "demo": ("--folder", "/dev/null/x", "--steps", "1"),
+    "import energon": ("/nowhere/metadataset.yaml",),
+    "schema": ("--out", "/dev/null/x"),
+    "steps show": ("--store", "/nowhere"),
+    "steps diff": ("/nowhere", "/nowhere"),
+    "version": None,
+} | dict.fromkeys(("status", "dashboard", "top", "trace"), ("unix:///nowhere",))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_command_answers_a_program_with_one_object_also_where_it_cannot_do_it(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wrong = WRONG.get(name, ("/nowhere/job.yaml",))
+    outcome = CliRunner().invoke(app, [*name.split(), *(wrong or ()), "--json"])
+    told = json.loads(outcome.stdout)
+    if wrong is None:
+        assert outcome.exit_code == 0 and told
+    else:
+        assert outcome.exit_code in (1, 2) and outcome.stderr.startswith("error: ")
+        assert set(told) == {"error"} and set(told["error"]) == {"kind", "message"}
+
+
+def test_every_command_of_a_finished_run_answers_a_program_with_one_object(ids_job, cache, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OVERLORD_CACHE", cache)
+    Path("job.yaml").write_text(dump_job_yaml(ids_job, LaunchOptions(mesh=ol.ClientPlaceTree(dp=2), steps=2)))
+    run = ("run", "job.yaml", "--runtime", "inline", "--store", "run1")
+    few = {"profile": ("job.yaml", "--samples", "2", "--seconds", "0.1"), "explain": ("job.yaml", "--steps", "1")}
+    for words in (
+        run,
+        *((name, *options) for name, options in few.items()),
+        *(("sources", name, "job.yaml") for name in ("list", "preview", "lint")),
+        ("sources", "measure", "job.yaml", "a"),
+        ("steps", "show", "--store", "run1"),
+        ("steps", "diff", "run1", "run1"),
+        ("schema",),
+    ):
+        outcome = CliRunner().invoke(app, [*words, "--json"])
+        assert outcome.exit_code == 0, (words, outcome.stderr)
+        assert isinstance(json.loads(outcome.stdout), dict), words
 
 
 def test_no_long_silence(monkeypatch):

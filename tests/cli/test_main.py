@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 from pathlib import Path
@@ -70,7 +71,7 @@ def test_run_counts_what_the_clients_received(job_file: Path) -> None:
 def test_both_runtimes_give_the_same_digests(job_file: Path) -> None:
     inline, local = (result_of("run", job_file, "--runtime", name, "--steps", 4) for name in ("inline", "local"))
     assert local["digests"] == inline["digests"]
-    assert local["sources"] == inline["sources"]
+    assert [one | {"waited_s": 0} for one in local["sources"]] == [one | {"waited_s": 0} for one in inline["sources"]]
 
 
 def test_run_prints_tables_and_writes_the_report(job_file: Path, tmp_path: Path) -> None:
@@ -80,6 +81,24 @@ def test_run_prints_tables_and_writes_the_report(job_file: Path, tmp_path: Path)
     assert "round-robin" in outcome.stdout
     assert "steps: 6 of 6" in outcome.stderr
     assert (tmp_path / "new" / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_run_writes_a_report_beside_the_job_unless_it_is_told_not_to(job_file: Path, tmp_path: Path) -> None:
+    run = ("run", variant(job_file, tmp_path, "steps: 6", "steps: 2"), "--runtime", "inline")
+    page = tmp_path / "variant.report.html"
+    assert result_of(*run, "--no-report")["report"] is None and not page.exists()
+    found = result_of(*run)
+    assert found["report"] == str(page)
+    text = page.read_text()
+    assert set(found["made"]) == {"date", "host", "version", "command"} and socket.gethostname() in text
+    assert found["made"]["version"] in text and "UTC" in text and re.search(r"<code>[^<]*pytest", text)
+    told = r"Steps waited for sources: \w|No source was waited for long"  # which, is a matter of time
+    assert re.search(told, text) and all(one["waited_s"] >= 0 for one in found["sources"])
+    both = call(*run, "--report", tmp_path / "x.html", "--no-report")
+    assert both.exit_code == 2 and "were both given" in both.stderr
+    outcome = call(*run)
+    assert outcome.exit_code == 0 and str(page) in outcome.stdout.replace("\n", "")
+    assert re.search(told, outcome.stderr)
 
 
 def test_run_says_when_it_chose_the_steps(job_file: Path, tmp_path: Path) -> None:

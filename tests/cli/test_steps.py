@@ -17,6 +17,8 @@ from overlord.cli.steps import Delivered, find_sample, rows_of
 from overlord.job_files import LaunchOptions, dump_job_yaml
 from overlord.planning.costs import llama_12b
 from overlord.roles.client import TOKEN_KEYS
+from overlord.roles.data_constructor import DataConstructor
+from overlord.roles.drawer import Drawer
 
 
 def call(*arguments: object) -> Any:
@@ -140,6 +142,67 @@ def test_whole_sequences_have_the_slices_of_all_ranks(ids_job, cache, mesh, layo
             assert (batch[key].reshape(-1)[filled] == whole[mine][filled]).all()
 
 
+MESHES = [
+    ("dp=2", {}),
+    ("dp=2,cp=2", {"strategy": "hdp"}),
+    ("dp=2,tp=2", {"strategy": "vlm_hybrid"}),
+    ("pp=2,dp=2", {"layout": "megatron"}),
+    ("pp=2,dp=2,cp=2,tp=2", {"strategy": "vlm_hybrid"}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "options"), MESHES, ids=str)
+def test_what_is_read_of_a_kept_step_is_what_each_rank_got_on_any_mesh(mixed_job, cache, tmp_path, mesh, options):
+    world, got = ol.ClientPlaceTree.parse(mesh).world_size, {}
+    with ol.launch(mixed_job, mesh=mesh, runtime="inline", cache=cache, store=tmp_path, **options) as service:
+        clients = [service.client(rank) for rank in range(world)]
+        for number in range(20):
+            steps = [next(client) for client in clients]
+            got[number] = [{str(one) for b in step.microbatches for one in b.meta.sample_ids} for step in steps]
+            if number in (0, 9, 19):
+                got[number, "bytes"] = [[b.digest() for b in step.microbatches] for step in steps]
+    before = content_of(tmp_path)
+    for number in (0, 9, 19):
+        rows = shown("--store", tmp_path, "--step", number, "--texts", 0)["rows"]
+        for rank in range(world):
+            found = {row["sample"] for row in rows if rank in row["ranks"]}
+            assert found == got[number][rank] or not got[number][rank]  # it gets its samples by broadcast
+        with ol.replay(tmp_path, number, cache=cache) as service:
+            for rank in (0, world - 1):
+                service.look_at([rank])
+                step = next(service.client(rank, number))
+                assert [b.digest() for b in step.microbatches] == got[number, "bytes"][rank]
+    assert content_of(tmp_path) == before
+
+
+def test_a_store_is_named_as_a_shell_names_it_and_no_step_is_drawn_for_another(run, monkeypatch):
+    """The journal has the state at every step: only the step itself is drawn, and only its rank's samples are read."""
+    drawn, read = [], []
+    draw, gather = Drawer.draw, DataConstructor.gather
+    monkeypatch.setattr(Drawer, "draw", lambda self: drawn.append(self.state.step) or draw(self))
+    monkeypatch.setattr(DataConstructor, "gather", lambda *a, **k: read.append(list(a[2])) or gather(*a, **k))
+    monkeypatch.chdir(run[0].parent)
+    for step in (11, 23):
+        found = shown("--store", run[0].name, "--step", step, "--rank", 1, "--texts", 2)
+        assert {row["sample"] for row in found["rows"]} == run[1][step][1]
+    assert drawn == [11, 23]
+    assert read == [[0, 1], [0, 1]]  # ranks that share a sequence, or are its tp peers
+
+
+def test_a_journal_without_states_is_drawn_from_its_snapshots(ids_job, cache, tmp_path, monkeypatch):
+    monkeypatch.setattr("overlord.roles.planner.MOST_ROWS", 2)
+    with ol.launch(ids_job, mesh="dp=2", runtime="inline", cache=cache, store=tmp_path) as service:
+        client = service.client(0)
+        steps = [next(client) for _ in range(12)]
+        got = [{str(one) for b in step.microbatches for one in b.meta.sample_ids} for step in steps]
+    assert {row["sample"] for row in shown("--store", tmp_path, "--step", 9, "--rank", 0)["rows"]} == got[9]
+    sample = min(got[9])
+    assert shown("--store", tmp_path, "--sample", sample)["step"] == 9
+    with ol.launch(ids_job, cache=cache) as service, pytest.raises(ol.SpecError, match="label counts would be wrong"):
+        service.look_at([0])
+
+
 def test_pictures_are_what_encoders_get_wherever_they_are_encoded(mixed_job, cache):
     def pictures(**options: Any) -> dict[str, list[Any]]:
         with ol.launch(mixed_job, mesh="dp=2", runtime="inline", cache=cache, **options) as service:
@@ -173,12 +236,23 @@ def test_diff_names_the_first_difference_and_its_cause(ids_job, cache, tmp_path)
     assert (other.exit_code, told["order_differs_at"], told["plan_differs_at"]) == (1, 3, 3)
     assert told["difference"]["what"] == "draw" and len(set(told["difference"]["samples"])) == 2
     assert any("only the second run was changed by" in cause and "'c': 8" in cause for cause in told["causes"])
+    assert told["differing_steps"] == 3 and 0 <= told["difference"]["in_both"] < min(told["difference"]["drawn"])
     placed = json.loads(call("diff", first, stored("placed", mesh="dp=2"), "--json").stdout)
+    assert "launch.mesh.dp is 1 in the first run, 2 in the second" in placed["causes"]
     assert placed["order_differs_at"] is None and placed["difference"]["meshes"] == [
         "pp=1 dp=1 cp=1 tp=1", "pp=1 dp=2 cp=1 tp=1",
     ]  # fmt: skip
     packed = call("diff", stored("zero", mesh="dp=2"), stored("packed", mesh="dp=2", strategy="packed"))
-    assert packed.exit_code == 1 and "rank " in packed.stdout and "same samples, at other places" in packed.stdout
+    shown = " ".join(packed.stdout.split())
+    assert packed.exit_code == 1 and "same samples, at other places from step 0 on, in 6 of 6 steps" in shown
+    assert "because: launch.strategy is None in the first run, 'packed' in the second" in shown
+    assert f"first run {tmp_path / 'zero'}" in shown and "first run, step 0, rank " in shown
+    assert f"overlord steps show --store {tmp_path / 'zero'} --step 0 --rank " in shown
+    seeded = ids_job.replace(seed=77)
+    with ol.launch(seeded, runtime="inline", cache=cache, store=tmp_path / "seeded") as service:
+        next(service.client(0))
+    other = call("diff", first, tmp_path / "seeded")
+    assert f"because: seed is {ids_job.seed} in the first run, 77 in the second" in " ".join(other.stdout.split())
 
 
 @pytest.mark.parametrize(

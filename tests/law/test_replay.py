@@ -9,6 +9,7 @@ import pytest
 
 import overlord as ol
 from overlord.job_files import JobFile
+from overlord.roles.drawer import Drawer
 from overlord.session import service_options
 
 MESH = ol.ClientPlaceTree(dp=2, cp=2)
@@ -120,3 +121,32 @@ def test_an_empty_folder_and_another_job(tmp_path, run, ids_job, cache):
         ol.replay(tmp_path, 0, ids_job, cache=cache)
     with pytest.raises(ol.StateError):
         ol.replay(run[0], 0, ids_job, cache=cache)
+
+
+def test_the_state_at_every_step_is_in_the_journal_also_after_changes(ids_job, cache, tmp_path, monkeypatch):
+    """What the journal says a step changed is what drawing it again from a snapshot changes."""
+    few, later = ids_job.replace(sources=ids_job.sources[:2]), ids_job.sources[2].replace(weight=None)
+    states = {}
+    with ol.launch(few, mesh="dp=2", runtime="inline", cache=cache, store=tmp_path) as service:
+        client = service.client(0)
+        for number in range(30):
+            if number == 5:
+                service.add_source(later, weight=2.0)
+            if number == 9:
+                service.skip_steps(2)
+            if number == 13:
+                service.set_mixture({"a": 1.0, "b": 3.0, "c": 1.0})
+            if number == 20:
+                service.park_source("b")
+            next(client)
+            states[number + 1] = client.state_dict()
+    drawn: list[int] = []
+    draw = Drawer.draw
+    monkeypatch.setattr(Drawer, "draw", lambda self: drawn.append(self.state.step) or draw(self))
+    for number in (1, 6, 9, 11, 14, 15, 21, 29):
+        with ol.replay(tmp_path, number, cache=cache) as service:
+            found = service.client(0).state_dict(number)
+            assert {key: found[key] for key in ("step", "columns", "sources", "mixer")} == {
+                key: states[number][key] for key in ("step", "columns", "sources", "mixer")
+            }
+    assert drawn == [1, 6, 9, 11, 14, 15, 21, 29]

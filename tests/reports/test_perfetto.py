@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import struct
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from google.protobuf.unknown_fields import UnknownFieldSet
 from hypothesis import given
 from hypothesis import strategies as st
+from perfetto.protos.perfetto.trace import perfetto_trace_pb2
 from typer.testing import CliRunner
 
 import overlord as ol
@@ -75,6 +77,44 @@ def read(data: bytes) -> tuple[dict[int, str], dict[int, list[tuple[str, int, in
     return names, slices
 
 
+def check_by_its_schema(data: bytes) -> dict[str, int]:
+    """Parse a trace with Perfetto's own classes, refuse what they do not know, and return the events of each kind.
+
+    Perfetto's trace_processor reads the same schema; its binary is not in the package, and is fetched from a server.
+    """
+    trace = perfetto_trace_pb2.Trace.FromString(data)
+    assert len(trace.SerializeToString()) == len(data), "nothing is left out by the schema"
+    tracks: dict[int, Any] = {}
+    depth: Counter[int] = Counter()
+    kinds: Counter[str] = Counter()
+    newest: dict[int, int] = {}
+    for packet in trace.packet:
+        assert not len(UnknownFieldSet(packet)) and packet.trusted_packet_sequence_id == 1
+        if packet.HasField("track_descriptor"):
+            about = packet.track_descriptor
+            assert not len(UnknownFieldSet(about)) and about.uuid not in tracks, "a track is described once"
+            assert about.HasField("parent_uuid") != about.HasField("process"), "a track is a process, or inside of one"
+            if about.HasField("process"):
+                assert about.process.pid > 0 and about.process.process_name
+            else:
+                assert about.name and tracks[about.parent_uuid].HasField("process")
+            tracks[about.uuid] = about
+            continue
+        event, kind = packet.track_event, packet.track_event.Type.Name(packet.track_event.type)
+        assert packet.HasField("track_event") and packet.HasField("timestamp") and not len(UnknownFieldSet(event))
+        track = tracks[event.track_uuid]
+        assert track.HasField("counter") == (kind == "TYPE_COUNTER") == event.HasField("double_counter_value")
+        assert packet.timestamp >= newest.get(event.track_uuid, 0), "the events of a track are in order"
+        newest[event.track_uuid] = packet.timestamp
+        depth[event.track_uuid] += {"TYPE_SLICE_BEGIN": 1, "TYPE_SLICE_END": -1}.get(kind, 0)
+        assert 0 <= depth[event.track_uuid] <= 1, "every slice ends before the next one of its track begins"
+        assert event.name or kind in ("TYPE_SLICE_END", "TYPE_COUNTER")
+        assert all(note.name and note.string_value for note in event.debug_annotations)
+        kinds[kind] += 1
+    assert not any(depth.values()), "every slice ends"
+    return kinds
+
+
 def status(
     step: int, waited: float, source: float, clients: dict[str, int], report: int | None = None
 ) -> dict[str, Any]:
@@ -112,6 +152,8 @@ def test_reports_faults_and_counters_have_tracks():
     assert found["planner host"] == [("replaced", 3 * 10**9, 4 * 10**9)]
     assert (told["faults"], told["steps"]) == (2, 5)
     assert Trace().to_bytes() == b""
+    kinds = check_by_its_schema(trace.to_bytes())
+    assert kinds["TYPE_SLICE_BEGIN"] == kinds["TYPE_SLICE_END"] == 2 and kinds["TYPE_INSTANT"] and kinds["TYPE_COUNTER"]
 
 
 def test_a_running_service_is_recorded(ids_job, cache, tmp_path):
@@ -124,6 +166,7 @@ def test_a_running_service_is_recorded(ids_job, cache, tmp_path):
         told = json.loads(outcome.stdout)
     names, slices = read(out.read_bytes())
     assert {"trainers", "planner", "sources", "rank 0", "a is waited for"} <= set(names.values())
+    assert check_by_its_schema(out.read_bytes())["TYPE_COUNTER"] == told["looks"]
     assert [name for track, of in slices.items() if names[track] == "rank 0" for name, *_ in of] == ["step 0"]
     assert told["ranks"] == 1 and told["looks"] >= 2 and set(told["waited_s"]) == {"trainers", "a", "b", "c"}
     gone = CliRunner().invoke(app, ["trace", "unix:///nowhere/at/all", "-o", str(out)])

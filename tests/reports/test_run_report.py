@@ -123,6 +123,17 @@ def test_digests_notes_and_faults_are_shown() -> None:
     assert "1 source, 3 bad samples" in words
 
 
+def test_what_was_waited_for_is_told_and_when_where_and_by_what_it_was_made() -> None:
+    assert "No source was waited for long" in words_of(render_report(run()))
+    sources = [SourceSummary("web", "parquet", 1.0, 1.0, 10, 1000, 0.5, waited_s=1.25)]
+    found = run(names=("web",), sources=sources, bottleneck="source 'web' is the bottleneck")
+    words = words_of(render_report(found))
+    assert "Steps waited for sources: web 1.25 s of 2.00 s, several at once. By the end, source 'web' is" in words
+    made = json.loads(json.dumps(dataclasses.asdict(found)))["made"]
+    assert made["host"] in words and made["version"] in words and made["command"] in words
+    assert made["date"][:10] in words
+
+
 def test_the_page_needs_nothing_from_outside() -> None:
     tree = Tree(render_report(run()))
     assert {"script", "link", "img", "iframe"}.isdisjoint(tree.tags)

@@ -39,13 +39,14 @@ from overlord.cli.options import (
     folder_of,
     launch_flags,
     load,
+    store_path,
 )
-from overlord.cli.output import Screen, check_writable, command, labelled, show_error, write_text
+from overlord.cli.output import Screen, check_writable, command, default_report, labelled, show_error, write_text
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import OverlordError, SourceError, SpecError, ToleranceError
 from overlord.job_files import job_file_schema
 from overlord.launch_spec import profile_path
-from overlord.reports.summary import RunSummary, count, number
+from overlord.reports.summary import RunSummary, count, number, waited_for
 
 EXPLAIN_STEPS = 20
 PROFILED_SAMPLES = 200
@@ -239,14 +240,23 @@ def run(
     cpus: Cpus = None,
     resume: Resume = False,
     state: State = None,
-    report: Annotated[Path | None, typer.Option(help="Write an HTML report to this file.")] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report", help="Where the report goes, an HTML page; else beside the job file, as its name.report.html."
+        ),
+    ] = None,
+    no_report: Annotated[bool, typer.Option("--no-report", help="Write no report.")] = False,
     cache: Cache = CACHE,
     as_json: AsJson = False,
 ) -> None:
     """Run a job with every rank of its mesh in this process, and show what came out."""
     screen = Screen(as_json=as_json)
+    if report is not None and no_report:
+        raise SpecError("--report and --no-report were both given. Leave one of them out.")
     check_writable("--report", report)
     loaded = load(job, screen)
+    report = None if no_report else report or default_report(job, screen)
     # What the file says of trainer hosts is for trainers; here all ranks are in one process.
     loaded = dataclasses.replace(loaded, launch=loaded.launch.model_copy(update={"ranks_per_host": None}))
     options = choose(loaded, flags, cache, cpus)
@@ -324,7 +334,8 @@ def status(
     from overlord.cli.serving import find_status, status_tables
 
     screen = Screen(as_json=as_json)
-    found = find_status(address)
+    with screen.progress():
+        found = find_status(address)
     screen.show(*status_tables(found))
     screen.give(found)
 
@@ -346,7 +357,8 @@ def dashboard(
     from overlord.cli.serving import find_status, read_address_file
 
     screen = Screen(as_json=as_json)
-    find_status(address)
+    with screen.progress():
+        find_status(address)
     try:
         from overlord.dashboard.serving_page import PageServer
     except ModuleNotFoundError as error:
@@ -560,7 +572,8 @@ def energon(
         kind = None
     if sample is not None and not isinstance(kind, dict):
         raise SpecError(f"--sample {sample}: it is no mapping; samples could not be made. Write '{{kind: text, ..}}'.")
-    sources = import_energon(metadataset, split, kind)
+    with screen.progress():
+        sources = import_energon(metadataset, split, kind)
     write_text(out, as_manifest(sources))
     screen.show(labelled("manifest", out))
     screen.show(f"{number(len(sources), 'source')}; in the job file, write\n")
@@ -642,7 +655,7 @@ def diff_steps(
     from overlord.cli.steps import diff_lines, diff_runs
 
     with screen.progress() as tell, screen.user_code():
-        told = diff_runs((first, second), folder_of(cache), tell, from_step)
+        told = diff_runs((store_path(first), store_path(second)), folder_of(cache), tell, from_step)
     screen.show(*diff_lines(told))
     screen.give(told)
     if not told["same"]:
@@ -672,6 +685,33 @@ def version(as_json: AsJson = False) -> None:
     screen.give({"version": __version__})
 
 
+EXAMPLES = {
+    "demo": "--folder demo --steps 10",
+    "explain": "job.yaml --mesh dp=8,cp=2 --strategy hdp --html plan.html",
+    "profile": "job.yaml --seconds 5 --html profile.html",
+    "run": "job.yaml --mesh dp=8 --steps 100 --store run1",
+    "serve": "job.yaml --mesh dp=8 --store run1 --address-file address",
+    "status": "address",
+    "dashboard": "address --port 9500",
+    "top": "address --interval 1",
+    "trace": "address --seconds 30 --out run.pftrace",
+    "sources list": "job.yaml --rows",
+    "sources preview": "job.yaml web --rows 5 --html samples.html",
+    "sources lint": "job.yaml --rows 1000",
+    "sources measure": "job.yaml web",
+    "import energon": "metadataset.yaml --split train --out sources.jsonl",
+    "steps show": "--store run1 --step 340 --rank 3",
+    "steps diff": "run1 run2 --from 100",
+    "schema": "--out job.schema.json",
+    "version": "--json",
+}
+"""The last line of the help of every command."""
+for _group, _prefix in ((app, ""), (sources_app, "sources "), (import_app, "import "), (steps_app, "steps ")):
+    for _command in _group.registered_commands:
+        _name = f"{_prefix}{_command.name or getattr(_command.callback, '__name__', '')}"
+        _command.epilog = f"Example: overlord {_name} {EXAMPLES[_name]}" if _name in EXAMPLES else None
+
+
 def main() -> None:
     """Run the command line."""
     app()
@@ -686,7 +726,7 @@ def _show_run(screen: Screen, summary: RunSummary) -> None:
     from overlord.reports.run_report import media_tables, source_table, summary_table
 
     screen.show(source_table(summary), *media_tables(summary.media), summary_table(summary))
-    for note in summary.notes:
+    for note in (waited_for(summary), *summary.notes):
         screen.note(note)
 
 

@@ -87,6 +87,8 @@ def launch_flags(*names: str, runtimes: Any = None) -> Callable[[Callable[..., N
 
         def command(**given: Any) -> None:
             flags = {name: given.pop(name) for name in names}
+            if flags.get("store") is not None:
+                flags["store"] = store_path(flags["store"])
             function(flags=flags, **given)
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
@@ -124,7 +126,7 @@ def load(path: Path, screen: Screen) -> JobFile:
     Raises:
         SpecError: The file is wrong; the message says where.
     """
-    with screen.user_code():
+    with screen.progress(), screen.user_code():
         loaded = load_job_file(path)
     return dataclasses.replace(loaded, job=completed(loaded.job))
 
@@ -140,6 +142,11 @@ def completed(job: Job) -> Job:
 def folder_of(cache: Path) -> str:
     """Return the cache folder as a whole path."""
     return str(cache.expanduser().absolute())
+
+
+def store_path(store: str) -> str:
+    """Return a store as a whole path, as a command line means it; a URL stays as it is."""
+    return store if "://" in store else folder_of(Path(store))
 
 
 def choose(loaded: JobFile, flags: Flags, cache: Path, cpus: int | None = None) -> Launch:

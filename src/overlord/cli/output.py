@@ -167,6 +167,17 @@ def check_writable(option: str, path: Path | None) -> None:
         raise SpecError(f"{option} {path}: nothing can be written there, since {reason}. Name another file.")
 
 
+def default_report(job: Path, screen: Screen) -> Path | None:
+    """Return where the report of a run goes if the command line does not say: beside the job file, if it can be."""
+    path = job.with_name(f"{job.stem}.report.html")
+    try:
+        check_writable("the report", path)
+    except SpecError as error:
+        screen.note(f"{error} --report FILE does that, --no-report writes none.")
+        return None
+    return path
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file that the user asked for."""
     check_writable("the file", path)

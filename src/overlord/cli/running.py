@@ -78,11 +78,12 @@ def run_job(job: Job, name: str, options: Launch, steps: int, tell: Tell) -> Run
         memory = MemoryWatch(processes_of(status, _descendants() - others))
         with _first_interrupt() as interrupted:
             first_s, wall_s = _consume(service, clients, steps, collector, memory, tell, interrupted)
-        after, status = clients[0].state_dict(), service.status()
+        after, waited = clients[0].state_dict(), {name: one["waited_s"] for name, one in status["sources"].items()}
+        status = service.status()
         memory.look(now=True)
         for client in clients:
             client.close()  # in peace: a resume goes on behind the last step, and repeats none
-    facts = _Facts(steps, before, after, status, first_s - began, wall_s, memory.peak, aside, interrupted())
+    facts = _Facts(steps, before, after, status, first_s - began, wall_s, memory.peak, aside, waited, interrupted())
     return _sum_up(job, name, options, collector, facts)
 
 
@@ -381,6 +382,8 @@ class _Facts:
     wall_s: float
     peak_memory: int
     aside: list[str]
+    waited: Mapping[str, float]
+    """Seconds that each source was waited for before the first step was asked for."""
     interrupted: bool = False
 
 
@@ -418,6 +421,7 @@ def _sum_up(job: Job, name: str, options: Launch, collector: Collector, facts: _
         digests=collector.digests,
         notes=_notes(options, collector, facts) + _shape_notes(job, options, collector, facts, sources),
         media=media_of(facts.status["sources"]),
+        bottleneck=(facts.status.get("scaling") or {}).get("bottleneck"),
         interrupted=facts.interrupted,
         over_tolerance=_over_tolerance(job, facts.status["sources"]),
     )
@@ -493,6 +497,7 @@ def _sources(job: Job, options: Launch, collector: Collector, facts: _Facts) -> 
             epochs=(drawn + skipped) / rows[name] if rows.get(name) else None,
             bad=facts.status["sources"][name]["bad"],
             dropped=skipped,
+            waited_s=max(facts.status["sources"][name]["waited_s"] - facts.waited.get(name, 0.0), 0.0),
         )
     return [found[source.name] for source in job.sources]
 

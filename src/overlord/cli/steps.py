@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import yaml
 from rich.console import RenderableType
+from rich.markup import escape
 from rich.text import Text as Words
 
 from overlord.cli.output import Tell
@@ -213,6 +216,15 @@ class Delivered:
                 client = self._service.client(rank, self.plan.step)
             self._steps[rank] = next(client)
         return self._steps[rank]
+
+    def ranks_of(self, rows: Sequence[StepRow]) -> list[int]:
+        """Return all ranks that get, or encode, something of some pieces."""
+        ranks = {rank for row in rows for rank in row.ranks}
+        media, drawn = self.plan.draw.media, [row.drawn for row in rows]
+        for plan, *_ in self.plan.encoders.values():
+            items = self.plan.draw.media_at(plan.pieces.sample, plan.pieces.start)[0]
+            ranks |= set(plan.buckets[np.isin(media.sample[items], drawn)].tolist())
+        return sorted(ranks)
 
     def preview(self, row: StepRow, tokenizer: TextTokenizer | None) -> Preview:
         """Return a piece as its ranks got it."""
@@ -487,6 +499,7 @@ def show_step(
             raise SpecError(
                 f"--sample {sample}: it is not in step {step}{held}. Leave --step out to look for its step."
             )
+    service.look_at(delivered.ranks_of(chosen[:texts]))
     tokenizer = TextTokenizer(job.tokenizer) if job.tokenizer and texts else None
     if tokenizer is not None:
         reserve_placeholders(job, tokenizer)
@@ -520,7 +533,8 @@ def find_sample(store: str, sample: str, loaded: JobFile | None, cache: str) -> 
     job = canonical(with_added_sources(job, found.newest.state), found.newest.state)
     name, row, epoch = parse_sample(sample, job.names)
     cursors = [(found.snapshots[0].step - 1, _cursor_in(oldest, name))]
-    moved = {r["step"]: r["cursors"][name] for r in found.records if r["kind"] == "plan" and name in r["cursors"]}
+    plans = ((r["step"], r["rows"] if "rows" in r else r["cursors"]) for r in found.records if r["kind"] == "plan")
+    moved = {step: rows[name][:3] for step, rows in plans if name in rows}
     cursors += [(step, Cursor(*moved[step])) for step in sorted(moved) if step > cursors[0][0]]
     begin, end = cursors[0][1], cursors[-1][1]
     source = next(one for one in job.sources if one.name == name)
@@ -645,6 +659,14 @@ def _spans(numbers: Sequence[int]) -> str:
 # `overlord steps diff`.
 
 
+OF_RUNS = (
+    "{name} is {old!r} in the first run, {new!r} in the second",
+    "only the first run has {name} ({old!r})",
+    "only the second run has {name} ({new!r})",
+)
+"""How the differences of two runs are told."""
+
+
 def diff_runs(stores: tuple[str, str], cache: str, tell: Tell, first: int | None = None) -> dict[str, Any]:
     """Return where two runs differ first, and what differs there.
 
@@ -665,7 +687,8 @@ def diff_runs(stores: tuple[str, str], cache: str, tell: Tell, first: int | None
     tell("comparing digests", len(common), len(common))
     told: dict[str, Any] = {
         "stores": list(stores), "first_step": common[0], "last_step": common[-1], "steps": len(common),
-        "causes": _causes(runs, common[-1]),
+        "differing_steps": sum(plans[0][step] != plans[1][step] for step in common),
+        "causes": _causes(runs, common[-1]) + _launch_causes(stores, runs),
     }  # fmt: skip
     order = next((step for step in common if orders[0][step] != orders[1][step]), None)
     plan = next((step for step in common if plans[0][step] != plans[1][step]), None)
@@ -689,7 +712,9 @@ def _first_difference(stores: tuple[str, str], step: int, cache: str, tell: Tell
     drawn = [[str(plan.draw.sample_id(at)) for at in range(len(plan.draw))] for plan in found]
     if drawn[0] != drawn[1]:
         at = _first_unequal(*drawn)
-        return {"step": step, "what": "draw", "place": at, "samples": [_at(one, at) for one in drawn]}
+        shared = (Counter(drawn[0]) & Counter(drawn[1])).total()
+        of_step = {"in_both": shared, "drawn": [len(one) for one in drawn]}
+        return {"step": step, "what": "draw", "place": at, "samples": [_at(one, at) for one in drawn], **of_step}
     if found[0].mesh != found[1].mesh:
         return {"step": step, "what": "mesh", "meshes": [str(plan.mesh) for plan in found]}
     rows = [rows_of(plan, llama_12b) for plan in found]
@@ -708,7 +733,8 @@ def _first_difference(stores: tuple[str, str], step: int, cache: str, tell: Tell
 
 def _causes(runs: Sequence[FoundLineage], last: int) -> list[str]:
     """Return what was different before: the jobs, live changes and reports."""
-    causes = describe_differences(*(run.newest.state["fingerprint"] for run in runs))
+    first, second = (run.newest.state["fingerprint"] for run in runs)
+    causes = describe_differences(first, second, words=OF_RUNS)
     changes = [
         {
             json.dumps({key: value for key, value in one.items() if key != "id"}, sort_keys=True)
@@ -728,6 +754,17 @@ def _causes(runs: Sequence[FoundLineage], last: int) -> list[str]:
     return causes
 
 
+def _launch_causes(stores: Sequence[str], runs: Sequence[FoundLineage]) -> list[str]:
+    """Return what was different in the launches, as far as the stores have them: it decides where samples go."""
+    launches: list[dict[str, Any]] = []
+    for store, run in zip(stores, runs, strict=True):
+        text = open_place(store).read(kept_job(run))
+        found = yaml.safe_load(text) if text is not None else {}
+        kept = (found.get("launch") or {}) if isinstance(found, dict) else {}
+        launches.append({key: kept.get(key) for key in ("mesh", "strategy", "layout", *HOOK_KINDS)} if kept else {})
+    return describe_differences(launches[0], launches[1], "launch.", OF_RUNS) if all(launches) else []
+
+
 def _first_unequal(left: Sequence[Any], right: Sequence[Any]) -> int:
     unequal = (at for at, (a, b) in enumerate(zip(left, right, strict=False)) if a != b)
     return next(unequal, min(len(left), len(right)))
@@ -739,21 +776,30 @@ def _at(values: Sequence[Any], at: int) -> Any:
 
 def diff_lines(told: Mapping[str, Any]) -> list[RenderableType]:
     """Return the difference of two runs for the terminal."""
+    first, second = told["stores"]
     steps = f"steps {told['first_step']} to {told['last_step']}, which both stores keep"
-    lines: list[RenderableType] = []
+    lines: list[RenderableType] = [escape(f"first run   {first}\nsecond run  {second}")]
     if told["same"]:
-        lines.append(f"the same samples at the same places in {steps}")
-    else:
-        found, names = told["difference"], told["stores"]
-        order = told["order_differs_at"]
-        same = f"the same samples, at other places from step {found['step']} on" if order is None else None
-        lines.append(f"{same or f'other samples from step {order} on'} ({steps})")
-        if found["what"] == "unknown":
-            lines.append(Words(f"step {found['step']}: {found['why']}"))
-        for name, one in zip(names, found.get("samples") or found.get("meshes") or (), strict=False):
-            where = f"sample {found['place']} of the draw" if found["what"] == "draw" else found["what"]
-            if found["what"] == "placement":
-                where = f"rank {found['rank']}, microbatch {found['microbatch']}"
-            lines.append(Words(f"  {name}: step {found['step']}, {where}: {one or 'nothing'}"))
-    lines += [Words(f"because: {cause}") for cause in told["causes"]]
+        return [*lines, f"the same samples at the same places in {steps}"]
+    found, order = told["difference"], told["order_differs_at"]
+    step, what = found["step"], found["what"]
+    where = "other samples" if order == step else "the same samples, at other places"
+    lines.append(f"{where} from step {step} on, in {told['differing_steps']:,} of {told['steps']:,} steps ({steps})")
+    place = ""
+    if what == "unknown":
+        lines.append(escape(f"step {step}: {found['why']}"))
+    elif what == "draw":
+        place = f"sample {found['place']} of the draw"
+        of_each = " and ".join(f"{one:,}" for one in found["drawn"])
+        lines.append(f"of the {of_each} samples of step {step}, {found['in_both']:,} are in both")
+    elif what == "placement":
+        place = f"rank {found['rank']}, microbatch {found['microbatch']}"
+    for name, one in zip(("first", "second"), found.get("samples") or found.get("meshes") or (), strict=False):
+        lines.append(escape(f"  {name} run, step {step}, {place or what}: {one or 'nothing'}"))
+    if order is not None and order != step:
+        lines.append(f"other samples from step {order} on")
+    lines += [escape(f"because: {cause}") for cause in told["causes"]]
+    if what != "unknown":
+        rank = f" --rank {found['rank']}" if what == "placement" else ""
+        lines.append(escape(f"look at it: overlord steps show --store {first} --step {step}{rank}"))
     return lines

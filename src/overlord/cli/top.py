@@ -112,7 +112,8 @@ def watch(
         SpecError: No service answers at the address.
         ServiceLost: It does not answer any more.
     """
-    began, before = time.monotonic(), find_status(address)
+    with screen.progress():
+        began, before = time.monotonic(), find_status(address)
     if once or not screen.out.is_terminal:
         sleep(min(interval_s, 1.0))  # rates need two looks
         after = _again(address)

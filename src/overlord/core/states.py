@@ -10,6 +10,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -90,6 +91,21 @@ class StreamState:
         fresh = StreamState.begin(more)
         columns = [np.concatenate([getattr(self, name), getattr(fresh, name)]) for name in _COLUMNS]
         return StreamState.of(self.step, columns, self.mixer)
+
+    def rows_since(self, before: StreamState, names: Sequence[str]) -> dict[str, list[int]]:
+        """Return the rows of the sources that differ from those of an older state, by name."""
+        now, old = (np.stack([getattr(one, name) for name in _COLUMNS], axis=1) for one in (self, before))
+        return {names[at]: now[at].tolist() for at in np.flatnonzero((now != old).any(axis=1)).tolist()}
+
+    def with_rows(
+        self, rows: Mapping[str, Sequence[int]], names: Sequence[str], mixer: Mapping[str, Any] | None
+    ) -> StreamState:
+        """Return the state behind the next step, from what `rows_since` returned then."""
+        places = [names.index(name) for name in rows]
+        after = self.grown(max([len(self.epoch), *(place + 1 for place in places)])).copy()
+        for column, values in zip(_COLUMNS, zip(*rows.values(), strict=True), strict=False):
+            getattr(after, column)[places] = values
+        return dataclasses.replace(after, step=self.step + 1, mixer=mixer)
 
     def copy(self) -> StreamState:
         """Return a copy with writable arrays of its own."""
@@ -260,7 +276,13 @@ def _damaged(what: str) -> StateError:
     )
 
 
-def describe_differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+IN_TIME = ("{name} was {old!r}, is now {new!r}", "{name} was {old!r}, is now missing", "{name} is new ({new!r})")
+"""How a difference is told: other, only in the first, only in the second."""
+
+
+def describe_differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "", words: Sequence[str] = IN_TIME
+) -> list[str]:
     """Describe the differences between two fingerprints.
 
     Example:
@@ -269,13 +291,10 @@ def describe_differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix:
     """
     found: list[str] = []
     for key in sorted(set(old) | set(new)):
-        name = f"{prefix}{key}"
-        if key not in new:
-            found.append(f"{name} was {old[key]!r}, is now missing")
-        elif key not in old:
-            found.append(f"{name} is new ({new[key]!r})")
-        elif isinstance(old[key], Mapping) and isinstance(new[key], Mapping):
-            found.extend(describe_differences(old[key], new[key], f"{name}."))
-        elif old[key] != new[key]:
-            found.append(f"{name} was {old[key]!r}, is now {new[key]!r}")
+        one, other = old.get(key), new.get(key)
+        if key in old and key in new and isinstance(one, Mapping) and isinstance(other, Mapping):
+            found.extend(describe_differences(one, other, f"{prefix}{key}.", words))
+        elif key not in old or key not in new or one != other:
+            told = words[1 if key not in new else 2 if key not in old else 0]
+            found.append(told.format(name=f"{prefix}{key}", old=one, new=other))
     return found

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from overlord.planning.balancing.evenness import in_lockstep
 from overlord.reports import svg
-from overlord.reports.summary import NARROW_SPACE, count, known_loads, percent
+from overlord.reports.summary import NARROW_SPACE, count, known_loads, made_by, percent
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -80,7 +80,7 @@ def render(
 
 def render_file(template: str, **values: Any) -> str:
     """Return what a template makes of values; in HTML and SVG all of them are escaped."""
-    return _templates().get_template(f"{template}.jinja").render(**values).rstrip("\n") + "\n"
+    return _templates().get_template(f"{template}.jinja").render(made=made_by(), **values).rstrip("\n") + "\n"
 
 
 @cache

@@ -40,6 +40,7 @@ from overlord.reports.summary import (
     share,
     shorten,
     size,
+    waited_for,
     without_zeros,
 )
 from overlord.reports.svg import OURS, PALETTE, THEIRS, Frame
@@ -73,7 +74,7 @@ def render_report(summary: RunSummary) -> str:
         figures,
         [_sources(summary)],
         tiles=_key_figures(summary),
-        notes=summary.notes,
+        notes=[waited_for(summary), *summary.notes],
         digests=summary.digests,
         kappa=f"{llama_12b.kappa:,.0f}",
     )
@@ -134,6 +135,7 @@ def _sources(summary: RunSummary) -> Table:
     largest = max((source.realised_share for source in summary.sources), default=0.0) or 1.0
     media = {one.name: one for one in summary.media}
     heads = ["source", "format", "planned", "realised", "difference", "samples", "tokens", "epochs", "bad", "dropped"]
+    heads.append("waited for")
     heads += ["handed over", "decoded in"] if media else []
     rows: list[Row] = []
     for source in summary.sources:
@@ -147,6 +149,7 @@ def _sources(summary: RunSummary) -> Table:
             *_amounts(source),
             f"{source.bad:,}",
             f"{source.dropped:,}",
+            seconds(source.waited_s),
         ]
         faults = [at for at, found in ((7, source.bad), (8, source.dropped)) if found]
         if media:

@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import math
+import shlex
+import socket
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from overlord.version import VERSION
+
 LENGTH_EDGES = np.unique(np.rint(2 ** (np.arange(0, 61) / 2)).astype(np.int64))
 """Borders of a length histogram: two bins for every doubling."""
 NARROW_SPACE = "\u202f"
 """Stands between a number and its unit, and never breaks a line."""
+
+
+def made_by() -> dict[str, str]:
+    """Return the date, host, version and command of what this process writes: every report carries them."""
+    program = Path(sys.argv[0])
+    return {
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
+        "host": socket.gethostname(),
+        "version": f"overlord {VERSION}",
+        "command": shlex.join([program.parent.name if program.name == "__main__.py" else program.name, *sys.argv[1:]]),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +52,8 @@ class SourceSummary:
     """Samples that could not be decoded and were replaced by a masked stand-in."""
     dropped: int = 0
     """Rows that were passed over: empty, filtered out, or dropped as too long."""
+    waited_s: float = 0.0
+    """Seconds that planner and constructors waited for it; they wait for several sources at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +142,21 @@ class RunSummary:
     """The layout of the batches: its keys, and the fields that differ from the defaults."""
     media: list[MediaSummary] = field(default_factory=list[MediaSummary])
     """Sources with media."""
+    bottleneck: str | None = None
+    """The source that was too slow, and how many workers it needs; None where all were fast enough."""
+    made: dict[str, str] = field(default_factory=made_by)
+    """When, where and by what the run was made."""
+
+
+def waited_for(summary: RunSummary) -> str:
+    """Say what the steps of a run waited for: the sources that were waited for most, or none of them."""
+    slowest = sorted(summary.sources, key=lambda source: -source.waited_s)[:3]
+    listed = [f"{source.name} {seconds(source.waited_s)}" for source in slowest if source.waited_s > 0]
+    if not listed or slowest[0].waited_s < 0.05 * summary.wall_s:
+        words = "No source was waited for long: the time went into planning, packing and handing over."
+    else:
+        words = f"Steps waited for sources: {', '.join(listed)} of {seconds(summary.wall_s)}, several at once."
+    return words + (f" By the end, {summary.bottleneck}." if summary.bottleneck else "")
 
 
 def decoded_in(source: Mapping[str, Any]) -> str | None:

@@ -57,6 +57,8 @@ KEPT_STATES = 256
 """The states of this many recent steps are kept, and of every step that is a multiple of this."""
 KEPT_REPLAYED = 64
 """Old states that were computed again are kept too: a client that attaches late requests one step after another."""
+MOST_ROWS = 512
+"""Rows of a state that the record of a plan holds; with more sources a journal has only their cursors."""
 SNAPSHOT_EVERY = 16
 """Steps between snapshots at first; a runtime with a slow store takes them less often."""
 AHEAD = 32
@@ -391,21 +393,20 @@ class Planner:
             if plan.digest != self._digests[plan.step]:
                 raise _differs(plan.step)
             return
-        before = before.grown(len(after.epoch))
-        moved = np.flatnonzero(
-            (before.epoch != after.epoch) | (before.group != after.group) | (before.offset != after.offset)
-        )
-        self.checkpoints.store.journal.append(
-            {
-                "kind": "plan",
-                "step": plan.step,
-                "order": plan.draw.digest,
-                "plan": plan.digest,
-                "mixture": plan.draw.mixture_version,
-                "cursors": {self.inputs.names[i]: list(after.cursor(i)) for i in moved.tolist()},
-            },
-            durable=False,
-        )
+        rows = after.rows_since(before.grown(len(after.epoch)), self.inputs.names)
+        record: dict[str, Any] = {
+            "kind": "plan",
+            "step": plan.step,
+            "order": plan.draw.digest,
+            "plan": plan.digest,
+            "mixture": plan.draw.mixture_version,
+        }
+        if len(rows) <= MOST_ROWS and (after.mixer is None or after.mixer["rule"] is None):
+            # All that the state changed by: any kept step can be shown, or gone on from, without drawing those before.
+            record |= {"rows": rows} | ({} if after.mixer is None else {"mixer": after.mixer})
+        else:
+            record["cursors"] = {name: row[:3] for name, row in rows.items()}
+        self.checkpoints.store.journal.append(record, durable=False)
         self._digests[plan.step] = plan.digest
 
     def _planned(self, draw: Draw, after: StreamState) -> LoadingPlan:

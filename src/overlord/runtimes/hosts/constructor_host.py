@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -395,6 +395,7 @@ class InlineConstructor(ConstructorHost):
         self._constructor = make_constructor(self._prepared, loaders, self._workers_for("workers"))
         self._plans: OrderedDict[int, LoadingPlan] = OrderedDict()
         self._samples: tuple[int, StepSamples] | None = None
+        self._looked_at: tuple[int, ...] | None = None
         self._packed: OrderedDict[tuple[int, int, int], PackedMicrobatch] = OrderedDict()
         self._packed_bytes = 0
         self._labels: dict[int, int] = {}
@@ -402,8 +403,15 @@ class InlineConstructor(ConstructorHost):
         self._reached: dict[int, int] = {}
         return Nothing()
 
+    def look_at(self, ranks: Collection[int]) -> None:
+        """Gather only what some ranks need from now on; media are decoded when they are packed."""
+        self._looked_at, self._samples, self._packed_bytes = tuple(sorted(ranks)), None, 0
+        self._packed.clear()
+
     def open_step(self, rank: int, step: int) -> StepHeader | None:
         """Tell a rank what a step consists of; None past the end."""
+        if self._looked_at is not None and rank not in self._looked_at:
+            raise SpecError(f"rank {rank} was not given to look_at, so nothing of it is read. Give it too.")
         self._positions[rank] = self._reached[rank] = step
         self._forget_passed()
         plan, next_mesh = self._plan(step), self._planner.next_mesh
@@ -427,7 +435,9 @@ class InlineConstructor(ConstructorHost):
             return RankView({}, {})
         key = (step, *place)
         if key not in self._packed:
-            packed = self._constructor.constructor_do_plan(plan, self._gathered(plan), *place, _new_buffer)
+            takes, seen = self._constructor.takes, self._looked_at
+            ranks = None if seen is None else tuple(one for one in seen if takes(one, plan, place))
+            packed = self._constructor.constructor_do_plan(plan, self._gathered(plan), *place, _new_buffer, ranks)
             self._packed[key] = packed
             self._packed_bytes += packed.buffer.nbytes
             while len(self._packed) > 1 and self._packed_bytes > self._options.budget_bytes // 4:
@@ -464,7 +474,8 @@ class InlineConstructor(ConstructorHost):
 
     def _gathered(self, plan: LoadingPlan) -> StepSamples:
         if self._samples is None or self._samples[0] != plan.step:
-            self._samples = (plan.step, self._constructor.gather(plan, open_all=True)())
+            gather = self._constructor.gather(plan, self._looked_at, open_all=self._looked_at is None)
+            self._samples = (plan.step, gather())
         return self._samples[1]
 
     def _plan(self, step: int) -> LoadingPlan | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from overlord.core.client_messages import (
@@ -143,6 +143,10 @@ class InlineService:
     def as_constructor(self, work: Callable[[InlineConstructor], T]) -> T:
         """Ask the constructor host."""
         return work(self.role(CONSTRUCTOR))
+
+    def look_at(self, ranks: Collection[int]) -> None:
+        """Read only what some ranks get."""
+        self.as_constructor(lambda host: host.look_at(ranks))
 
     def write_due(self) -> None:
         """Write to the store what is due, between two steps."""

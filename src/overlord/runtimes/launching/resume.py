@@ -261,21 +261,29 @@ def earlier_states(
 
 
 def draw_again(job: Job, loaders: Loaders, state: StreamState, history: History) -> StreamState:
-    """Draw from a snapshot on up to a step that was asked for; what comes out must be what was drawn then."""
+    """Return the state at a step that was asked for: from a snapshot on, as the journal has it.
+
+    Steps of which the journal does not hold all that changed are drawn; what comes out must be what was drawn then.
+    """
     asked, found = history.point.replay_to, history.point.found
     if asked is None or found is None:
         return state
-    orders = {record["step"]: record["order"] for record in found.records if record["kind"] == "plan"}
-    drawer = Drawer(job, loaders, state, history.inputs)
-    while drawer.state.step < asked:
-        step = drawer.state.step
+    plans = {record["step"]: record for record in found.records if record["kind"] == "plan"}
+    drawer: Drawer | None = None
+    while state.step < asked:
+        step, record = state.step, plans.get(state.step, {})
+        if "rows" in record and set(record["rows"]) <= set(job.names):
+            state, drawer = state.with_rows(record["rows"], job.names, record.get("mixer")), None
+            continue
+        drawer = drawer or Drawer(job, loaders, state, history.inputs)
         drawn = drawer.draw()
-        if drawn is None or orders.get(step, drawn.draw.digest) != drawn.draw.digest:
+        state = drawer.state
+        if drawn is None or record.get("order", drawn.draw.digest) != drawn.draw.digest:
             raise StateError(
                 f"state={asked}: step {step} was drawn again and came out differently; the stream would not be the one "
                 "that was trained on. A file under a source has changed, or a record was damaged."
             )
-    return drawer.state
+    return state
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -191,6 +191,8 @@ def check_formats(spec: ImageSpec) -> None:
     Raises:
         SpecError: with the names that there are.
     """
+    if not spec.extra_formats:
+        return  # to load every plugin of Pillow takes a while
     Image.init()
     unknown = [name for name in spec.extra_formats if name not in Image.OPEN]
     if unknown:
