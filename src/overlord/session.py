@@ -39,6 +39,7 @@ from overlord.runtimes.launching.resume import canonical, changes_of, with_chang
 from overlord.runtimes.launching.service_options import ServiceOptions
 from overlord.runtimes.supervision.child import ONE_THREAD
 from overlord.runtimes.supervision.cleanup import remove_scratch, scratch_folder
+from overlord.runtimes.supervision.page_process import PageProcess
 from overlord.runtimes.supervision.service_process import ServiceProcess, ray_service
 from overlord.scaling.autoscaler import Scaling
 from overlord.storage import StorageOptions
@@ -60,17 +61,20 @@ class Service:
         job: Job,
         options: Launch,
         door: MetricsServer | None = None,
+        page: PageProcess | None = None,
     ) -> None:
         self._runtime = runtime
         self._limits: Callable[[ClientPlaceTree], Limits]
         self._limits = functools.partial(limits_of, canonical(job), options.layout)
-        self._door = door
+        self._door, self._page = door, page
         self.job = job
         """What was launched."""
         self.options = options
         """How it was launched."""
         if door is not None:
             door.tell(runtime.status)
+        if page is not None:
+            page.start(runtime.address or "")
         self.scratch: str | None = None
         """A folder that goes when the service is closed."""
         self.mesh = options.mesh
@@ -90,6 +94,11 @@ class Service:
     def metrics(self) -> str | None:
         """Where Prometheus asks for metrics; None where `launch` was not told to answer it."""
         return None if self._door is None else self._door.url
+
+    @property
+    def dashboard(self) -> str | None:
+        """Where a browser finds the live page; None where `launch` was not told to serve one."""
+        return None if self._page is None else self._page.url
 
     def __repr__(self) -> str:
         return f"Service(mesh={self.mesh}, address={self.address!r})"
@@ -232,7 +241,9 @@ class Service:
         finally:
             if self._door is not None:
                 self._door.close()
-                self._door = None
+            if self._page is not None:
+                self._page.close()
+            self._door = self._page = None
             if self.scratch is not None:
                 remove_scratch(self.scratch)
 
@@ -275,6 +286,7 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
     skip_steps: int = 0,
     on_source_failure: OnSourceFailure | None = None,
     metrics: int | str | None = None,
+    dashboard: int | None = None,
     progress: Progress | None = None,
 ) -> Service:
     r"""Start a service for a job and return it; everything that can be checked is checked first.
@@ -334,6 +346,8 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
             goes on without it until it can be read again; "reweight" goes on without it until
             `service.return_source`.
         metrics: A port of this host, or "HOST:PORT", where this process answers Prometheus (0: a free port).
+        dashboard: A port of this host, where a process beside the service shows it as a live page until the service is
+            closed (0: a free port; `service.dashboard` says which).
         progress: Called with (what, done, of) while sources are opened.
 
     Raises:
@@ -360,12 +374,15 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
     few = few_samples(job, options.mesh)
     if few is not None:
         logger.warning("%s", few)
-    door = None if options.metrics is None else _open_door(options.metrics, options.runtime)
-    try:
-        return Service(_start(options.runtime, job, told, options.progress), job, options, door)
+    door, page = None, None
+    try:  # both take their ports before anything runs
+        door = None if options.metrics is None else _open_door(options.metrics, options.runtime)
+        page = None if options.dashboard is None else _open_page(options.dashboard, options.runtime)
+        return Service(_start(options.runtime, job, told, options.progress), job, options, door, page)
     except BaseException:
-        if door is not None:
-            door.close()
+        for one in (door, page):
+            if one is not None:
+                one.close()
         raise
 
 
@@ -526,6 +543,15 @@ def _open_door(metrics: int | str, runtime: str) -> MetricsServer:
     from overlord.runtimes.autoscaling.metrics import MetricsServer  # Prometheus' client is loaded only here
 
     return MetricsServer(metrics)
+
+
+def _open_page(port: int, runtime: str) -> PageProcess:
+    if runtime == "inline":
+        raise SpecError(
+            f"launch: dashboard is {port} and runtime is 'inline', where nothing runs beside the caller, so the page "
+            "would get no answer. Use runtime='local' or 'ray', or leave dashboard out."
+        )
+    return PageProcess(port)
 
 
 def _start(

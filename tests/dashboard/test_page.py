@@ -7,6 +7,8 @@ import hashlib
 import json
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -19,6 +21,10 @@ import overlord as ol
 from overlord.dashboard import serving_page
 from overlord.dashboard.serving_page import PageServer
 from overlord.dashboard.watching import Watch, newest_step, shown_status
+from overlord.integrations.torch_loader import DataLoader
+from overlord.job_files import dump_job_yaml
+from overlord.launch_spec import LaunchOptions
+from overlord.runtimes.supervision.page_process import LOOPBACK, listening_socket
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MESH = ol.ClientPlaceTree(dp=2, cp=2)
@@ -49,7 +55,7 @@ def service(ids_job, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def page(service):
-    server = PageServer(service.address, 0)
+    server = PageServer(service.address, listening_socket(LOOPBACK, 0))
     thread = threading.Thread(target=server.run)
     thread.start()
     yield server
@@ -107,9 +113,59 @@ def test_wrong_questions_are_refused(page, path, words):
     assert words in json.loads(refused.value.read())["error"]
 
 
-def test_a_port_that_is_taken_is_named(page):
-    with pytest.raises(ol.SpecError, match=rf"{page.port}: another process has it.*another port"):
-        PageServer("unix:///tmp/none", page.port)
+@pytest.mark.parametrize("port", [None, 70000])
+def test_a_port_that_cannot_be_had_is_named_before_anything_runs(page, ids_job, tmp_path, port):
+    taken = int(page.url.rsplit(":")[-1].strip("/")) if port is None else port
+    with pytest.raises(ol.SpecError, match=rf"{taken}: (another process has it|ports end).*another port"):
+        ol.launch(ids_job, cache=tmp_path, store=tmp_path / "store", dashboard=taken)
+    assert not (tmp_path / "store").exists()
+
+
+def test_inline_has_no_page(ids_job, tmp_path):
+    with pytest.raises(ol.SpecError, match="dashboard is 0 and runtime is 'inline'"):
+        ol.launch(ids_job, cache=tmp_path, runtime="inline", dashboard=0)
+    with pytest.raises(ol.SpecError, match="at least 0; no browser"):
+        ol.launch(ids_job, cache=tmp_path, dashboard=-1)
+
+
+def refused(url):
+    try:
+        get(url)
+    except urllib.error.HTTPError:
+        raise
+    except OSError:
+        return True
+    return False
+
+
+def test_a_launched_page_is_there_as_long_as_its_service(ids_job, tmp_path):
+    with ol.launch(ids_job, cache=tmp_path, dashboard=0) as service:
+        url = service.dashboard
+        seen = until(lambda: (now := json.loads(get(f"{url}now"))).get("sentence") and now)
+        assert seen["address"] == service.address
+    assert service.dashboard is None and refused(url)
+
+
+def test_a_torch_loader_has_a_page_too(ids_job, tmp_path):
+    with DataLoader(ids_job, cache=tmp_path, dashboard=0) as loader:
+        assert loader.dashboard is None  # the service is launched at the first step
+        next(iter(loader))
+        url = loader.dashboard
+        assert b"overlord" in get(url)
+    assert refused(url)
+
+
+@pytest.mark.slow
+def test_a_launched_page_ends_with_a_launcher_that_is_killed(ids_job, tmp_path):
+    (tmp_path / "job.yaml").write_text(dump_job_yaml(ids_job, LaunchOptions(dashboard=0)))
+    command = [sys.executable, "-m", "overlord", "serve", str(tmp_path / "job.yaml"), "--json"]
+    launcher = subprocess.Popen([*command, "--cache", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    url = json.loads(launcher.stdout.readline())["dashboard"]
+    assert until(lambda: json.loads(get(f"{url}now")).get("sentence"))
+    launcher.kill()
+    launcher.wait()
+    launcher.stdout.close()
+    assert until(lambda: refused(url))
 
 
 def test_a_service_that_is_gone_is_shown_as_such(tmp_path):

@@ -259,7 +259,7 @@ def run(
     options = with_state(options, resume, state)
     with screen.progress() as tell, screen.user_code():
         check_job(loaded.job, options.mesh, options.layout, options.cache, look=options.address is None)
-        summary = run_job(loaded.job, str(job), options, chosen or DEFAULT_STEPS, tell)
+        summary = run_job(loaded.job, str(job), options, chosen or DEFAULT_STEPS, tell, screen.note)
     _show_run(screen, summary)
     page = screen.write_page("report  ", report, lambda: render_report(summary))
     screen.give(dataclasses.asdict(summary) | {"report": page})
@@ -303,9 +303,10 @@ def serve(
 
     def announce() -> None:
         told = service.status()
-        screen.show(*announcement(str(job), options, service.address or "", told, service.metrics))
+        screen.show(*announcement(str(job), options, service.address or "", told, service.metrics, service.dashboard))
         more: dict[str, Any] = {"hosts": trainer_hosts(told)} if "ray" in told else {}
         more |= {} if service.metrics is None else {"metrics": service.metrics}
+        more |= {} if service.dashboard is None else {"dashboard": service.dashboard}
         screen.give({"address": service.address, "pid": told["pid"], "mesh": str(options.mesh)} | more)
         ctx.meta[AS_JSON] = False  # the one object is out
 
@@ -344,17 +345,15 @@ def dashboard(
 ) -> None:
     """Serve a live page of a running service: waits, sources, balance, hosts, samples."""
     from overlord.cli.serving import find_status, read_address_file
+    from overlord.runtimes.supervision.page_process import listening_socket, needs_library
 
     screen = Screen(as_json=as_json)
     find_status(address)
     try:
         from overlord.dashboard.serving_page import PageServer
     except ModuleNotFoundError as error:
-        raise SpecError(
-            f"the page needs {error.name}, which is not installed; nothing is served. Run "
-            "`pip install 'overlord-data[dashboard]'`."
-        ) from error
-    page = PageServer(read_address_file(address), port, host)
+        raise needs_library(error.name) from error
+    page = PageServer(read_address_file(address), listening_socket(host, port))
     screen.show(labelled("page     ", page.url), "Ctrl-C ends the page; the service goes on.")
     screen.give({"url": page.url})
     page.run()

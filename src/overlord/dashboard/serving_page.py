@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import functools
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,10 @@ from starlette.staticfiles import StaticFiles
 
 from overlord.core.plan import LoadingPlan
 from overlord.dashboard.watching import LOOK_EVERY_S, Watch, shown_balance, shown_samples
-from overlord.errors import OverlordError, SpecError
+from overlord.errors import OverlordError
 from overlord.reports.pages import STYLE
+from overlord.runtimes.supervision.page_process import LOOPBACK, end_with_launcher, url_of
 
-LOOPBACK = "127.0.0.1"
 PAGE = Path(__file__).parent / "page"
 HEADERS = {
     "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
@@ -130,17 +130,10 @@ def _refusal(code: int, why: str) -> Response:
 class PageServer:
     """The page of a service, served by this process."""
 
-    def __init__(self, address: str, port: int, host: str = LOOPBACK) -> None:
-        """Take the port.
-
-        Raises:
-            SpecError: It cannot be had.
-        """
-        self._socket = _bound(host, port)
-        self.port = int(self._socket.getsockname()[1])
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self.port}/"
-        names = ["*"] if host not in (LOOPBACK, "::1", "localhost") else [LOOPBACK, "localhost", "[::1]"]
+    def __init__(self, address: str, listening: socket.socket) -> None:
+        self._socket = listening
+        self.url = url_of(listening)
+        names = [LOOPBACK, "localhost", "[::1]"] if listening.getsockname()[0] in (LOOPBACK, "::1") else ["*"]
         app = page_app(Watch(address), names)
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, lifespan="on")
         self._server = uvicorn.Server(config)
@@ -154,11 +147,7 @@ class PageServer:
         self._server.should_exit = True
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    try:  # it listens at once: a browser that comes before the server is up waits for it
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        busy = "another process has it" if error.errno == errno.EADDRINUSE else str(error.strerror or error)
-        raise SpecError(
-            f"the page cannot be served at {host}:{port}: {busy}. Give another port, or 0 for any that is free."
-        ) from error
+if __name__ == "__main__":  # the process of `launch(dashboard=PORT)`: an address, and the descriptor of its socket
+    page = PageServer(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))
+    end_with_launcher(page.stop)
+    page.run()
