@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 from overlord.core import client_messages as msg
 from overlord.core.client_messages import SourceChange
@@ -49,10 +49,146 @@ from overlord.stores.store import FoundLineage, copy_lineages, kept_job, lineage
 if TYPE_CHECKING:
     from overlord.runtimes.autoscaling.metrics import MetricsServer
 
+R = TypeVar("R")
+
 logger = logging.getLogger("overlord")
 
 
-class Service:
+class Ask(Protocol):
+    """Asks a service one thing."""
+
+    def __call__(self, request: msg.Request[R], /) -> R:
+        """Return its answer, or raise the error that it answers with."""
+
+
+class RunningService:
+    """What may be asked of a running service, and changed, by its owner and by any process of its host."""
+
+    mesh: ClientPlaceTree
+    """The newest mesh: that of the launch, or of the last `reshard`; steps before that keep theirs."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+
+    def status(self) -> dict[str, Any]:
+        """Return roles, positions, buffers, and the planned and realised mixture."""
+        return self._ask(msg.GetStatus()).content
+
+    def history(self, names: Sequence[str] | None = None) -> dict[str, dict[str, dict[str, list[float]]]]:
+        """Return what trainers reported, and what the service measured of itself, over the steps of the run.
+
+        Both, "reports" and "measured", hold series by name, each with the columns "step", "count", "mean", "low" and
+        "high": recent steps one by one, older ones joined. All of it takes 2 MB at most, and is kept in the store.
+        "measured" has steps_per_s, wait_s (that trainers waited, a step), balance (tokens of the busiest rank over the
+        mean) and share/NAME of the mixture.
+
+        Args:
+            names: Only these series.
+        """
+        return self._ask(msg.GetHistory(None if names is None else list(names))).content
+
+    def set_mixture(self, mixture: Mixture | Mapping[str, Any], at_step: int | None = None) -> int:
+        """Change weights or schedule while the stream runs; return the first step it holds for.
+
+        The change is written down first, so a resumed run repeats it. Steps that are planned already (the trainers'
+        prefetch) stay as they are.
+
+        Args:
+            mixture: The new mixture, or bare weights {source: weight}; its level, stopping and order must stay.
+            at_step: A step that is not planned yet; by default the next such step.
+        """
+        if not isinstance(mixture, Mixture):
+            in_force = Mixture.from_mapping(self._ask(msg.GetMixture()).content)  # without its weights
+            mixture = _mixture_of(mixture, in_force)
+        at = _step_or_none("set_mixture", at_step)
+        return self._ask(msg.SetMixture(mixture_to_json(mixture), at, _new_id())).step
+
+    def skip_steps(self, count: int, at_step: int | None = None) -> int:
+        """Pass over so many global batches, as after a loss spike; return the step before which they are left out."""
+        if not is_whole(count, 1):
+            raise SpecError(f"skip_steps: count is {count!r}; nothing would be skipped. Give a number of steps.")
+        at = _step_or_none("skip_steps", at_step)
+        return self._ask(msg.SkipSteps(int(count), at, _new_id())).step
+
+    def reshard(self, tree: ClientPlaceTree, at_step: int | None = None, hosts: int | None = None) -> int:
+        """Go on with another mesh from a step on; return that step. No sample is lost or repeated.
+
+        Ranks that both meshes have go on by themselves, at their new place (`step.mesh`); the clients of the others end
+        before that step; new ranks attach at any time, and begin there. Which samples are in which step stays as it is.
+        The change is written down first.
+
+        Args:
+            tree: The new mesh.
+            at_step: A step that is not planned yet; by default the next such step.
+            hosts: On a cluster: how many hosts of trainers the new mesh has. Further ones are served from then on, and
+                those it does not have are given back; by default the hosts stay.
+
+        Raises:
+            SpecError: for a mesh that the job or the strategy does not fit, hosts that are not there, or a step that is
+                planned already; nothing has changed.
+        """
+        if not isinstance(tree, ClientPlaceTree):
+            raise SpecError(
+                f"reshard: tree is {tree!r:.80}, not a mesh; no rank would know its place. Write "
+                "ol.ClientPlaceTree(dp=8, tp=2)."
+            )
+        at = _step_or_none("reshard", at_step)
+        if hosts is not None and not is_whole(hosts, 1):
+            raise SpecError(
+                f"reshard: hosts is {hosts!r:.80}; ranks would have no host. Give 1 or more, or leave it out."
+            )
+        done = self._ask(msg.Reshard(tree.sizes(), at, _new_id(), None if hosts is None else int(hosts)))
+        self.mesh = ClientPlaceTree.from_sizes(done.newest)
+        return done.step
+
+    def add_source(self, source: Source, weight: float | None = None, at_step: int | None = None) -> int:
+        """Let a source come while the stream runs; return the first step it is drawn from.
+
+        It is opened and checked first, and written down before it counts. A resumed run opens it again, whether the
+        job names it by then or not.
+
+        Args:
+            source: The source; what cannot be written down, such as `ol.Custom`, must be in the job.
+            weight: Against the weights of the others, which stay in their ratio; by default the source's own weight, or
+                the mean of the others.
+            at_step: A step that is not planned yet; by default the next such step.
+        """
+        if not isinstance(source, Source):
+            raise SpecError(f"add_source: {source!r:.80} is not an ol.Source; there is nothing to read. Build one.")
+        given = as_number(weight)
+        if weight is not None and (given is None or not math.isfinite(given) or given < 0):
+            raise SpecError(
+                f"add_source: weight is {weight!r:.80}; it gives no share of the mixture. Give a number of 0 or more."
+            )
+        at, own = _step_or_none("add_source", at_step), None if given is None else float(given)
+        return self._ask(msg.AddSource(source_to_json(source), own, at, _new_id())).step
+
+    def remove_source(self, name: str, at_step: int | None = None) -> int:
+        """Take a source out of the mixture for good; return the first step without it. The others take its share."""
+        return self._change_source("remove_source", name, at_step)
+
+    def park_source(self, name: str, at_step: int | None = None) -> int:
+        """Draw nothing from a source until it returns; return the first step without it.
+
+        It keeps its place, and is owed nothing for the time it is away.
+        """
+        return self._change_source("park_source", name, at_step)
+
+    def return_source(self, name: str, at_step: int | None = None) -> int:
+        """Draw from a parked source again, where it stood; return the first step with it."""
+        return self._change_source("return_source", name, at_step)
+
+    def _change_source(self, change: SourceChange, name: str, at_step: int | None) -> int:
+        at = _step_or_none(change, at_step)
+        return self._ask(msg.ChangeSource(change, _name(name), at, _new_id())).step
+
+    def plan_raw(self, step: int) -> LoadingPlan | None:
+        """Return the plan of a step, or None past the end; planning it now if need be."""
+        blob = self._ask(msg.GetPlan(_step("plan_raw", step))).plan
+        return None if blob is None else plan_from_bytes(blob)
+
+
+class Service(RunningService):
     """A running data service. Close it, or use it as a context manager."""
 
     def __init__(
@@ -63,6 +199,7 @@ class Service:
         door: MetricsServer | None = None,
         page: PageProcess | None = None,
     ) -> None:
+        super().__init__(runtime.ask)
         self._runtime = runtime
         self._limits: Callable[[ClientPlaceTree], Limits]
         self._limits = functools.partial(limits_of, canonical(job), options.layout)
@@ -78,7 +215,6 @@ class Service:
         self.scratch: str | None = None
         """A folder that goes when the service is closed."""
         self.mesh = options.mesh
-        """The newest mesh: that of the launch, or of the last `reshard`; steps before that keep theirs."""
 
     @property
     def address(self) -> str | None:
@@ -115,119 +251,6 @@ class Service:
     def status(self) -> dict[str, Any]:
         """Return roles, positions, buffers, and the planned and realised mixture."""
         return self._runtime.status()
-
-    def history(self, names: Sequence[str] | None = None) -> dict[str, dict[str, dict[str, list[float]]]]:
-        """Return what trainers reported, and what the service measured of itself, over the steps of the run.
-
-        Both, "reports" and "measured", hold series by name, each with the columns "step", "count", "mean", "low" and
-        "high": recent steps one by one, older ones joined. All of it takes 2 MB at most, and is kept in the store.
-        "measured" has steps_per_s, wait_s (that trainers waited, a step), balance (tokens of the busiest rank over the
-        mean) and share/NAME of the mixture.
-
-        Args:
-            names: Only these series.
-        """
-        return self._runtime.ask(msg.GetHistory(None if names is None else list(names))).content
-
-    def set_mixture(self, mixture: Mixture | Mapping[str, Any], at_step: int | None = None) -> int:
-        """Change weights or schedule while the stream runs; return the first step it holds for.
-
-        The change is written down first, so a resumed run repeats it. Steps that are planned already (the trainers'
-        prefetch) stay as they are.
-
-        Args:
-            mixture: The new mixture, or bare weights {source: weight}; its level, stopping and order must stay.
-            at_step: A step that is not planned yet; by default the next such step.
-        """
-        if not isinstance(mixture, Mixture):
-            in_force = Mixture.from_mapping(self._runtime.ask(msg.GetMixture()).content)  # without its weights
-            mixture = _mixture_of(mixture, in_force)
-        at = _step_or_none("set_mixture", at_step)
-        return self._runtime.ask(msg.SetMixture(mixture_to_json(mixture), at, _new_id())).step
-
-    def skip_steps(self, count: int, at_step: int | None = None) -> int:
-        """Pass over so many global batches, as after a loss spike; return the step before which they are left out."""
-        if not is_whole(count, 1):
-            raise SpecError(f"skip_steps: count is {count!r}; nothing would be skipped. Give a number of steps.")
-        at = _step_or_none("skip_steps", at_step)
-        return self._runtime.ask(msg.SkipSteps(int(count), at, _new_id())).step
-
-    def reshard(self, tree: ClientPlaceTree, at_step: int | None = None, hosts: int | None = None) -> int:
-        """Go on with another mesh from a step on; return that step. No sample is lost or repeated.
-
-        Ranks that both meshes have go on by themselves, at their new place (`step.mesh`); the clients of the others end
-        before that step; new ranks attach at any time, and begin there. Which samples are in which step stays as it is.
-        The change is written down first.
-
-        Args:
-            tree: The new mesh.
-            at_step: A step that is not planned yet; by default the next such step.
-            hosts: On a cluster: how many hosts of trainers the new mesh has. Further ones are served from then on, and
-                those it does not have are given back; by default the hosts stay.
-
-        Raises:
-            SpecError: for a mesh that the job or the strategy does not fit, hosts that are not there, or a step that is
-                planned already; nothing has changed.
-        """
-        if not isinstance(tree, ClientPlaceTree):
-            raise SpecError(
-                f"reshard: tree is {tree!r:.80}, not a mesh; no rank would know its place. Write "
-                "ol.ClientPlaceTree(dp=8, tp=2)."
-            )
-        at = _step_or_none("reshard", at_step)
-        if hosts is not None and not is_whole(hosts, 1):
-            raise SpecError(
-                f"reshard: hosts is {hosts!r:.80}; ranks would have no host. Give 1 or more, or leave it out."
-            )
-        done = self._runtime.ask(msg.Reshard(tree.sizes(), at, _new_id(), None if hosts is None else int(hosts)))
-        self.mesh = ClientPlaceTree.from_sizes(done.newest)
-        return done.step
-
-    def add_source(self, source: Source, weight: float | None = None, at_step: int | None = None) -> int:
-        """Let a source come while the stream runs; return the first step it is drawn from.
-
-        It is opened and checked first, and written down before it counts. A resumed run opens it again, whether the
-        job names it by then or not.
-
-        Args:
-            source: The source; what cannot be written down, such as `ol.Custom`, must be in the job.
-            weight: Against the weights of the others, which stay in their ratio; by default the source's own weight, or
-                the mean of the others.
-            at_step: A step that is not planned yet; by default the next such step.
-        """
-        if not isinstance(source, Source):
-            raise SpecError(f"add_source: {source!r:.80} is not an ol.Source; there is nothing to read. Build one.")
-        given = as_number(weight)
-        if weight is not None and (given is None or not math.isfinite(given) or given < 0):
-            raise SpecError(
-                f"add_source: weight is {weight!r:.80}; it gives no share of the mixture. Give a number of 0 or more."
-            )
-        at, own = _step_or_none("add_source", at_step), None if given is None else float(given)
-        return self._runtime.ask(msg.AddSource(source_to_json(source), own, at, _new_id())).step
-
-    def remove_source(self, name: str, at_step: int | None = None) -> int:
-        """Take a source out of the mixture for good; return the first step without it. The others take its share."""
-        return self._change_source("remove_source", name, at_step)
-
-    def park_source(self, name: str, at_step: int | None = None) -> int:
-        """Draw nothing from a source until it returns; return the first step without it.
-
-        It keeps its place, and is owed nothing for the time it is away.
-        """
-        return self._change_source("park_source", name, at_step)
-
-    def return_source(self, name: str, at_step: int | None = None) -> int:
-        """Draw from a parked source again, where it stood; return the first step with it."""
-        return self._change_source("return_source", name, at_step)
-
-    def _change_source(self, change: SourceChange, name: str, at_step: int | None) -> int:
-        at = _step_or_none(change, at_step)
-        return self._runtime.ask(msg.ChangeSource(change, _name(name), at, _new_id())).step
-
-    def plan_raw(self, step: int) -> LoadingPlan | None:
-        """Return the plan of a step, or None past the end; planning it now if need be."""
-        blob = self._runtime.ask(msg.GetPlan(_step("plan_raw", step))).plan
-        return None if blob is None else plan_from_bytes(blob)
 
     def summary_buffer(self, step: int) -> Buffer | None:
         """Return what a strategy sees of a step: its draw with the metadata, the job's limits, the report."""

@@ -19,7 +19,7 @@ import pytest
 
 import overlord as ol
 from overlord.dashboard import serving_page
-from overlord.dashboard.serving_page import PageServer
+from overlord.dashboard.serving_page import TOKEN, PageServer
 from overlord.dashboard.watching import Watch, newest_step, shown_status
 from overlord.integrations.torch_loader import DataLoader
 from overlord.job_files import dump_job_yaml
@@ -53,19 +53,42 @@ def service(ids_job, tmp_path_factory):
             thread.join()
 
 
-@pytest.fixture(scope="module")
-def page(service):
-    server = PageServer(service.address, listening_socket(LOOPBACK, 0))
+@contextlib.contextmanager
+def served(service, token=None):
+    server = PageServer(service.address, listening_socket(LOOPBACK, 0), token)
     thread = threading.Thread(target=server.run)
     thread.start()
-    yield server
-    server.stop()
-    thread.join()
+    try:
+        yield server
+    finally:
+        server.stop()
+        thread.join()
 
 
-def get(url, **headers):
-    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
+@pytest.fixture(scope="module")
+def page(service):
+    with served(service) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def changing_page(service):
+    with served(service, "the token") as server:
+        yield server
+
+
+def get(url, body=None, **headers):
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=10) as answer:
         return answer.read()
+
+
+def change(page, token, what, value, at_step=None):
+    """Ask for a change as the page does; return the answer, and its code."""
+    body = json.dumps({"change": what, "value": value, "at_step": at_step}).encode()
+    try:
+        return 200, json.loads(get(f"{page.url}change", body, **({} if token is None else {TOKEN: token})))
+    except urllib.error.HTTPError as refused:
+        return refused.code, json.loads(refused.read())
 
 
 def until(find, within_s=20.0):
@@ -103,6 +126,55 @@ def test_pages_of_the_web_cannot_read_it(page):
         get(f"{page.url}now", Host="rebound.example")
     with urllib.request.urlopen(page.url) as answer:
         assert "default-src 'self'" in answer.headers["content-security-policy"]
+
+
+def test_changes_need_a_page_that_allows_them_and_its_token(service, page, changing_page):
+    before = service.status()["sources"]
+    for where, token, words in [
+        (page, None, "--allow-changes"),
+        (page, "the token", "--allow-changes"),
+        (changing_page, None, "token is missing"),
+        (changing_page, "the toke", "token is missing"),
+    ]:
+        code, answer = change(where, token, "park_source", next(iter(before)))
+        assert code == 403 and words in answer["error"]
+    with pytest.raises(urllib.error.HTTPError, match="405"):  # a link or a picture of another site is a GET
+        get(f"{changing_page.url}change", **{TOKEN: "the token"})
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        get(f"{changing_page.url}change", b"{}", Host="rebound.example", **{TOKEN: "the token"})
+    assert [one["parked"] for one in service.status()["sources"].values()] == [None] * len(before)
+
+
+@pytest.mark.parametrize(
+    ("what", "value", "words"),
+    [
+        ("set_mixture", {"no such source": 1.0}, "no such source"),
+        ("set_mixture", 3, "is not a mixture"),
+        ("park_source", "no such source", "no such source"),
+        ("park_source", 3, "not text"),
+        ("skip_steps", 0, "nothing would be skipped"),
+        ("skip_steps", "many", "nothing would be skipped"),
+        ("reshard", "dp=none", "dp"),
+        ("reshard", [2], "mesh"),
+        ("close", None, "Invalid enum value"),
+    ],
+)
+def test_a_change_that_is_refused_is_answered_in_the_words_of_the_service(changing_page, what, value, words):
+    code, answer = change(changing_page, "the token", what, value)
+    assert code == 400 and words in answer["error"]
+
+
+def test_changes_are_those_of_the_service(ids_job, tmp_path):
+    with ol.launch(ids_job, cache=tmp_path, mesh="dp=2") as service, served(service, "the token") as page:
+        first, second = ids_job.names[:2]
+        assert change(page, "the token", "set_mixture", {first: 3, second: 1}, 3) == (200, {"step": 3})
+        assert change(page, "the token", "park_source", second, 4) == (200, {"step": 4})
+        assert change(page, "the token", "return_source", second, 6) == (200, {"step": 6})
+        assert change(page, "the token", "skip_steps", 2, 8) == (200, {"step": 8})
+        assert change(page, "the token", "reshard", "dp=4", 9) == (200, {"step": 9})
+        weights = service.plan_raw(3).draw.weights
+        assert weights[0] == pytest.approx(3 * weights[1])
+        assert service.plan_raw(9).mesh == ol.ClientPlaceTree(dp=4)
 
 
 @pytest.mark.parametrize(("path", "words"), [("samples?bucket=99", "not among"), ("samples?step=x", "numbers")])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import secrets
 import shutil
 import sys
 from pathlib import Path
@@ -341,11 +342,17 @@ def dashboard(
     host: Annotated[
         str, typer.Option(help="The address to listen on; others than this host can then read it.")
     ] = "127.0.0.1",
+    allow_changes: Annotated[
+        bool,
+        typer.Option(
+            "--allow-changes", help="Let the page change mixture, sources and mesh, with a token that is shown once."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Serve a live page of a running service: waits, sources, balance, hosts, samples."""
     from overlord.cli.serving import find_status, read_address_file
-    from overlord.runtimes.supervision.page_process import listening_socket, needs_library
+    from overlord.runtimes.supervision.page_process import LOOPBACKS, listening_socket, needs_library
 
     screen = Screen(as_json=as_json)
     find_status(address)
@@ -353,9 +360,19 @@ def dashboard(
         from overlord.dashboard.serving_page import PageServer
     except ModuleNotFoundError as error:
         raise needs_library(error.name) from error
-    page = PageServer(read_address_file(address), listening_socket(host, port))
-    screen.show(labelled("page     ", page.url), "Ctrl-C ends the page; the service goes on.")
-    screen.give({"url": page.url})
+    token = secrets.token_urlsafe(24) if allow_changes else None
+    listening = listening_socket(host, port)
+    if allow_changes and listening.getsockname()[0] not in LOOPBACKS:
+        raise SpecError(
+            f"--allow-changes is given and --host is {host!r}: whatever reads the network on the way would have the "
+            "token, and could change the run. Leave --host out, and use a tunnel: ssh -L 9500:127.0.0.1:9500 HOST."
+        )
+    page = PageServer(read_address_file(address), listening, token)
+    screen.show(labelled("page     ", page.url))
+    if token is not None:
+        screen.show(labelled("changes  ", f"{page.url}#token={token}"))
+    screen.show("Ctrl-C ends the page; the service goes on.")
+    screen.give({"url": page.url} | ({} if token is None else {"token": token}))
     page.run()
 
 

@@ -5,6 +5,8 @@ Rules of this file:
    no page of the web can read this one through a name that leads here.
 2. The page needs nothing from anywhere else, and a policy in its header forbids it to ask.
 3. The service is asked by one thread; what a page costs is a write of bytes that are there.
+4. Changes are taken only where a token was made for them, from requests that carry it in a header of its own: a browser
+   lets no other site send such a header here.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import secrets
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import uvicorn
@@ -32,9 +35,11 @@ from overlord.core.plan import LoadingPlan
 from overlord.dashboard.watching import LOOK_EVERY_S, Watch, shown_balance, shown_samples
 from overlord.errors import OverlordError
 from overlord.reports.pages import STYLE
-from overlord.runtimes.supervision.page_process import LOOPBACK, end_with_launcher, url_of
+from overlord.runtimes.supervision.page_process import LOOPBACK, LOOPBACKS, end_with_launcher, url_of
 
 PAGE = Path(__file__).parent / "page"
+TOKEN = "x-overlord-token"
+"""The header that a request for a change carries."""
 HEADERS = {
     "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -43,12 +48,21 @@ HEADERS = {
 }
 
 
-def page_app(watch: Watch, hosts: list[str]) -> Starlette:
+class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A change that a page asks for: a call of the service's, with its first argument."""
+
+    change: Literal["set_mixture", "park_source", "return_source", "skip_steps", "reshard"]
+    value: Any
+    at_step: int | None = None
+
+
+def page_app(watch: Watch, hosts: list[str], token: str | None = None) -> Starlette:
     """Return the application that serves the page.
 
     Args:
         watch: What is shown.
         hosts: The names that the page may be opened by.
+        token: What a request for a change must carry; None where the page changes nothing.
     """
 
     async def page(request: Request) -> Response:
@@ -70,6 +84,7 @@ def page_app(watch: Watch, hosts: list[str]) -> Starlette:
         Route("/events", events),
         Route("/balance", functools.partial(_of_plan, watch, lambda plan, _: shown_balance(plan))),
         Route("/samples", functools.partial(_of_plan, watch, lambda plan, bucket: shown_samples(plan, bucket))),
+        Route("/change", functools.partial(_change, watch, token), methods=["POST"]),
         Mount("/page", StaticFiles(directory=PAGE)),
     ]
     return Starlette(
@@ -123,6 +138,22 @@ async def _of_plan(watch: Watch, show: Callable[[LoadingPlan, int], dict[str, An
     return Response(msgspec.json.encode(shown), media_type="application/json", headers=HEADERS)
 
 
+async def _change(watch: Watch, token: str | None, request: Request) -> Response:
+    """Make a change; what the service refuses is answered in its own words."""
+    if token is None:
+        return _refusal(
+            403, "this page only shows. Start one that may change: overlord dashboard ADDRESS --allow-changes"
+        )
+    if not secrets.compare_digest(request.headers.get(TOKEN, "").encode(), token.encode()):
+        return _refusal(403, "the token is missing or wrong, and nothing was changed. The page's start showed it.")
+    try:
+        wanted = msgspec.json.decode(await request.body(), type=Wanted)
+        step = await asyncio.to_thread(watch.change, wanted.change, wanted.value, wanted.at_step)
+    except (msgspec.MsgspecError, OverlordError, OSError) as error:
+        return _refusal(400, str(error))
+    return Response(msgspec.json.encode({"step": step}), media_type="application/json", headers=HEADERS)
+
+
 def _refusal(code: int, why: str) -> Response:
     return Response(msgspec.json.encode({"error": why}), code, media_type="application/json", headers=HEADERS)
 
@@ -130,11 +161,11 @@ def _refusal(code: int, why: str) -> Response:
 class PageServer:
     """The page of a service, served by this process."""
 
-    def __init__(self, address: str, listening: socket.socket) -> None:
+    def __init__(self, address: str, listening: socket.socket, token: str | None = None) -> None:
         self._socket = listening
         self.url = url_of(listening)
-        names = [LOOPBACK, "localhost", "[::1]"] if listening.getsockname()[0] in (LOOPBACK, "::1") else ["*"]
-        app = page_app(Watch(address), names)
+        names = [LOOPBACK, "localhost", "[::1]"] if listening.getsockname()[0] in LOOPBACKS else ["*"]
+        app = page_app(Watch(address, changes=token is not None), names, token)
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, lifespan="on")
         self._server = uvicorn.Server(config)
 

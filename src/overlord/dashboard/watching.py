@@ -18,13 +18,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from overlord.core import client_messages as msg
-from overlord.core.plan import LoadingPlan, plan_from_bytes
+from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.plan import LoadingPlan
 from overlord.core.samples import SampleId
 from overlord.errors import OverlordError
 from overlord.reports.live import rates_of, sentence_of
-from overlord.runtimes.client_feed import ask_once, status_of
+from overlord.runtimes.client_feed import ask_once
 from overlord.runtimes.transport.codec import raised
+from overlord.session import RunningService
 from overlord.version import VERSION
 
 LOOK_EVERY_S = 1.0
@@ -42,8 +43,10 @@ LINES = ("at", "step", "steps_per_s", "tokens_per_s", "waited", "views_bytes", "
 class Watch:
     """What pages are told of one service."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, changes: bool = False) -> None:
         self.address = address
+        self._service = RunningService(lambda request: raised(ask_once(address, request)))
+        self._changes = changes
         self._points: deque[list[float | None]] = deque(maxlen=KEPT_POINTS)
         self._looks: deque[tuple[float, dict[str, Any]]] = deque(maxlen=RATES_OVER)
         self._lock = threading.Lock()
@@ -57,7 +60,7 @@ class Watch:
         """Ask the service, and write down what pages show."""
         now = time.time()
         try:
-            status, lost = status_of(self.address), None
+            status, lost = self._service.status(), None
         except (OverlordError, OSError) as error:
             status, lost = None, str(error)
         then, before = self._looks[0] if self._looks else (now, None)
@@ -67,7 +70,7 @@ class Watch:
             if status is not None:
                 self._looks.append((now, status))
             self._points.append(point)
-            facts = {"at": now, "address": self.address, "version": VERSION, "point": point}
+            facts = {"at": now, "address": self.address, "version": VERSION, "changes": self._changes, "point": point}
             self.newest = msgspec.json.encode({**facts, **shown})
             self.number += 1
 
@@ -91,12 +94,21 @@ class Watch:
         at = step if step is not None else newest_step(status)
         if at is None:
             return None
-        blob = raised(ask_once(self.address, msg.GetPlan(at))).plan
-        if blob is None:
+        plan = self._service.plan_raw(at)
+        if plan is None:
             return None
-        plan = plan_from_bytes(blob)
         self._plan = (time.monotonic(), at, plan)
         return plan
+
+    def change(self, name: str, value: Any, at_step: int | None) -> int:
+        """Make a change of the service; return the first step it holds for.
+
+        Raises:
+            OverlordError: The service refuses it, or does not answer; nothing has changed.
+        """
+        if name == "reshard":
+            value = ClientPlaceTree.of(value if isinstance(value, Mapping) else str(value))
+        return int(getattr(self._service, name)(value, at_step))
 
 
 def newest_step(status: Mapping[str, Any]) -> int | None:

@@ -20,6 +20,7 @@ from overlord.errors import SpecError
 from overlord.runtimes.supervision.child import LIMITS, start_python
 
 LOOPBACK = "127.0.0.1"
+LOOPBACKS = (LOOPBACK, "::1")
 MOST_PORT = 65535
 NEEDS = ("starlette", "uvicorn")
 
