@@ -74,13 +74,13 @@ class RunningService:
         """Return roles, positions, buffers, and the planned and realised mixture."""
         return self._ask(msg.GetStatus()).content
 
-    def history(self, names: Sequence[str] | None = None) -> dict[str, dict[str, dict[str, list[float]]]]:
+    def history(self, names: Sequence[str] | None = None) -> dict[str, Any]:
         """Return what trainers reported, and what the service measured of itself, over the steps of the run.
 
         Both, "reports" and "measured", hold series by name, each with the columns "step", "count", "mean", "low" and
         "high": recent steps one by one, older ones joined. All of it takes 2 MB at most, and is kept in the store.
         "measured" has steps_per_s, wait_s (that trainers waited, a step), balance (tokens of the busiest rank over the
-        mean) and share/NAME of the mixture.
+        mean) and share/NAME of the mixture. "changes" names the newest 500 live changes: step, kind, and of what.
 
         Args:
             names: Only these series.

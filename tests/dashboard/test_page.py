@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -20,7 +21,7 @@ import pytest
 import overlord as ol
 from overlord.dashboard import serving_page
 from overlord.dashboard.serving_page import TOKEN, PageServer
-from overlord.dashboard.watching import Watch, newest_step, shown_status
+from overlord.dashboard.watching import Watch, newest_step, shown_status, shown_steering
 from overlord.integrations.torch_loader import DataLoader
 from overlord.job_files import dump_job_yaml
 from overlord.launch_spec import LaunchOptions
@@ -41,6 +42,8 @@ def service(ids_job, tmp_path_factory):
             with launched.client(rank) as client:
                 for step in client:
                     list(step.microbatches)
+                    if rank == 0:
+                        client.report(step.index, {"lr": 1e-4, **{f"loss/{name}": 2.0 for name in ids_job.names}})
                     if stop.wait(0.1):
                         return
 
@@ -110,9 +113,10 @@ def test_it_shows_the_service_and_its_plans(service, page):
     assert [one["name"] for one in seen["sources"]] == list(service.status()["sources"])
     balance = json.loads(get(f"{page.url}balance"))
     plan = service.plan_raw(balance["step"])
-    loads = plan.loads(plan.in_batch)
-    assert (balance["buckets"], balance["microbatches"]) == loads.shape and balance["most"] == loads.max()
-    assert [load > 0 for load in bytes.fromhex(balance["loads"])] == (loads > 0).ravel().tolist()
+    loads, after = plan.loads(plan.in_batch), balance["after"]
+    assert (after["buckets"], after["microbatches"]) == loads.shape and balance["most"] == loads.max()
+    assert [load > 0 for load in base64.b64decode(after["loads"])] == (loads > 0).ravel().tolist()
+    assert after["in_lockstep"] <= balance["before"]["in_lockstep"] and balance["before"]["buckets"] == MESH.dp
     shown = json.loads(get(f"{page.url}samples?step={balance['step']}&bucket=1"))
     assert shown["ranks"] == MESH.consumers("dp", 1)
     with until(lambda: kept(service, balance["step"])) as again:
@@ -255,10 +259,47 @@ def test_the_first_look_has_no_rates(service):
     assert newest_step({}) is None and newest_step({"clients": {"0": 1}, "planner": {"next_step": 3}}) == 1
 
 
+def test_steering_has_reports_shares_changes_and_faults_on_one_axis():
+    def series(values):
+        return {"step": list(range(len(values))), "mean": values}
+
+    spiky = [2.0] * 50_000
+    spiky[31_234] = 9.0
+    history = {
+        "reports": {"lr": series([1e-4]), "loss/a": series(spiky), "loss/b": series([float("nan")])},
+        "measured": {"share/a": series([0.5]), "share/b": series([0.6]), "balance": series([1.0])},
+        "changes": [{"step": 3, "kind": "park", "of": "a"}],
+    }
+    faults = [{"step": 4, "role": "planner", "why": "hung", "at": 0.0}]
+    shown = shown_steering(history, faults, None)
+    assert (
+        shown["groups"] == ["loss", "lr"]
+        and shown["group"] == "loss"
+        and list(shown["reports"]) == ["loss/a", "loss/b"]
+    )
+    assert list(shown["shares"]) == ["b", "a"] and shown["left_out"] == [0, 0]
+    steps, values = shown["reports"]["loss/a"]
+    assert len(steps) < 700 and values[steps.index(31_234)] == 9.0
+    assert (shown["changes"], shown["faults"]) == (history["changes"], [{"step": 4, "role": "planner", "why": "hung"}])
+    assert list(shown_steering(history, [], "lr")["reports"]) == ["lr"]
+    many = {**history, "reports": {}, "measured": {f"share/{at}": series([at]) for at in range(306)}}
+    crowded = shown_steering(many, [], "loss")
+    assert crowded["group"] is None and crowded["left_out"] == [0, 294] and next(iter(crowded["shares"])) == "305"
+
+
+def test_steering_is_the_history_of_the_service(service, page):
+    shown = until(lambda: (found := json.loads(get(f"{page.url}steering?group=lr"))).get("reports") and found)
+    assert shown["groups"] == ["loss", "lr"]
+    steps, values = shown["reports"]["lr"]
+    assert steps[: len(values)] == list(range(len(steps))) and set(values) == {1e-4}
+    assert set(shown["shares"]) <= set(service.job.names)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-def test_in_a_browser(page):
+def test_in_a_browser(service, changing_page):
     sync_api = pytest.importorskip("playwright.sync_api")
+    expect, page, names = sync_api.expect, changing_page, service.job.names
     with sync_api.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         wrong, asked = [], set()
@@ -267,21 +308,38 @@ def test_in_a_browser(page):
             tab.on("console", lambda said: wrong.append(said.text))
             tab.on("pageerror", lambda error: wrong.append(str(error)))
             tab.on("request", lambda request: asked.add(request.url))
-            tab.goto(page.url)
+            tab.goto(f"{page.url}#token=the%20token")
             steps = tab.locator("#tiles div:first-child dd:nth-child(2)")
             steps.wait_for()
             first = steps.text_content()
             tab.wait_for_function("text => document.querySelector('#tiles dd').textContent !== text", arg=first)
             tab.locator("#source-rows tr").first.click()
-            sync_api.expect(tab.locator("#source-detail h3")).to_be_visible()
+            expect(tab.locator("#source-detail h3")).to_be_visible()
             tab.locator("#balance").scroll_into_view_if_needed()
-            sync_api.expect(tab.locator("#balance-words")).to_contain_text("microbatches", timeout=15000)
-            tab.locator("#heat").click(position={"x": 20, "y": 300})
-            sync_api.expect(tab.locator("#sample-words")).to_contain_text("bucket 1", timeout=15000)
+            expect(tab.locator("#balance-words")).to_contain_text("microbatches", timeout=15000)
+            tab.locator("#heat-after").click(position={"x": 20, "y": 300})
+            expect(tab.locator("#sample-words")).to_contain_text("bucket 1", timeout=15000)
             assert tab.locator("#sample-rows tr").count() > 0
-            assert tab.locator(".plot canvas").count() == 4
+            tab.locator("#steering").scroll_into_view_if_needed()
+            expect(tab.locator("#plot-reports .u-series")).to_have_count(1 + len(names), timeout=15000)
+            expect(tab.locator("#plot-shares .u-series")).to_have_count(1 + len(names))
+            assert tab.locator(".plot canvas").count() == 6
+            tab.locator("#change-value").fill("no such source=1")
+            with tab.expect_response("**/change"):
+                tab.locator("#change button").click()
+            expect(tab.locator("#change-words")).to_contain_text("no such source")
+            assert all("400" in text for text in wrong)  # the browser logs the answer
+            wrong.clear()
+            tab.locator("#change-value").fill(f"{names[0]}=9, {names[1]}=1")
+            tab.locator("#change button").click()
+            expect(tab.locator("#change-words")).to_contain_text("It holds from step")
+            expect(tab.locator("#marks li").first).to_contain_text("the mixture was set")
+            share = tab.locator("#source-rows tr", has_text=names[0]).locator("td:nth-child(3)")
+            expect(share).to_have_text("90 %", timeout=15000)
             assert wrong == [] and all(url.startswith((page.url, "data:")) for url in asked)
+            assert "token" not in tab.url
             tab.close()
+            service.set_mixture(dict.fromkeys(names, 1.0))
         browser.close()
 
 

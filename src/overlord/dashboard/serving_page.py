@@ -31,8 +31,7 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from overlord.core.plan import LoadingPlan
-from overlord.dashboard.watching import LOOK_EVERY_S, Watch, shown_balance, shown_samples
+from overlord.dashboard.watching import LOOK_EVERY_S, Watch
 from overlord.errors import OverlordError
 from overlord.reports.pages import STYLE
 from overlord.runtimes.supervision.page_process import LOOPBACK, LOOPBACKS, end_with_launcher, url_of
@@ -82,8 +81,9 @@ def page_app(watch: Watch, hosts: list[str], token: str | None = None) -> Starle
         Route("/style.css", style),
         Route("/now", now),
         Route("/events", events),
-        Route("/balance", functools.partial(_of_plan, watch, lambda plan, _: shown_balance(plan))),
-        Route("/samples", functools.partial(_of_plan, watch, lambda plan, bucket: shown_samples(plan, bucket))),
+        Route("/balance", functools.partial(_of_step, lambda step, _: watch.balance(step))),
+        Route("/samples", functools.partial(_of_step, watch.samples)),
+        Route("/steering", functools.partial(_steering, watch)),
         Route("/change", functools.partial(_change, watch, token), methods=["POST"]),
         Mount("/page", StaticFiles(directory=PAGE)),
     ]
@@ -122,17 +122,24 @@ async def _events(watch: Watch, request: Request) -> AsyncIterator[bytes]:
         await asyncio.sleep(LOOK_EVERY_S / 4)
 
 
-async def _of_plan(watch: Watch, show: Callable[[LoadingPlan, int], dict[str, Any]], request: Request) -> Response:
+async def _steering(watch: Watch, request: Request) -> Response:
+    try:
+        shown = await asyncio.to_thread(watch.steering, request.query_params.get("group"))
+    except (OverlordError, OSError) as error:
+        return _refusal(404, str(error))
+    return Response(msgspec.json.encode(shown), media_type="application/json", headers=HEADERS)
+
+
+async def _of_step(show: Callable[[int | None, int], dict[str, Any] | None], request: Request) -> Response:
     """Answer from the plan of a step."""
     given = {name: request.query_params.get(name) for name in ("step", "bucket")}
     if any(value is not None and not value.isdecimal() for value in given.values()):
         return _refusal(400, "step and bucket are numbers of 0 or more")
     step = None if given["step"] is None else int(given["step"])
     try:
-        plan = await asyncio.to_thread(watch.plan, step)
-        if plan is None:
+        shown = await asyncio.to_thread(show, step, int(given["bucket"] or 0))
+        if shown is None:
             return _refusal(404, "there is no plan so far, or the stream has ended")
-        shown = await asyncio.to_thread(show, plan, int(given["bucket"] or 0))
     except (OverlordError, IndexError, OSError) as error:
         return _refusal(404, str(error))
     return Response(msgspec.json.encode(shown), media_type="application/json", headers=HEADERS)
