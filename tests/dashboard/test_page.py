@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import hashlib
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -16,9 +18,12 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import overlord as ol
+from overlord.core import client_messages as msg
+from overlord.core.plan import plan_to_bytes
 from overlord.dashboard import serving_page
 from overlord.dashboard.serving_page import TOKEN, PageServer
 from overlord.dashboard.watching import Watch, newest_step, shown_status, shown_steering
@@ -26,6 +31,7 @@ from overlord.integrations.torch_loader import DataLoader
 from overlord.job_files import dump_job_yaml
 from overlord.launch_spec import LaunchOptions
 from overlord.runtimes.supervision.page_process import LOOPBACK, listening_socket
+from overlord.runtimes.transport.listener import answer_requests, listen
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MESH = ol.ClientPlaceTree(dp=2, cp=2)
@@ -110,7 +116,7 @@ def kept(service, step):
 def test_it_shows_the_service_and_its_plans(service, page):
     seen = until(lambda: (now := json.loads(get(f"{page.url}now"))).get("rates", {}).get("steps_per_s") and now)
     assert "data" in seen["sentence"] or ("time" in seen["sentence"] and seen["mesh"] == str(MESH))
-    assert [one["name"] for one in seen["sources"]] == list(service.status()["sources"])
+    assert seen["sources"]["name"] == list(service.status()["sources"])
     balance = json.loads(get(f"{page.url}balance"))
     plan = service.plan_raw(balance["step"])
     loads, after = plan.loads(plan.in_batch), balance["after"]
@@ -340,6 +346,80 @@ def test_in_a_browser(service, changing_page):
             assert "token" not in tab.url
             tab.close()
             service.set_mixture(dict.fromkeys(names, 1.0))
+        browser.close()
+
+
+class Crowd:
+    """A service of 4,096 ranks and 306 sources as its page sees it: real messages and a real plan, and no training."""
+
+    def __init__(self, address, status):
+        self.address, self._status = address, status
+        lengths = np.random.default_rng(0).lognormal(6.5, 1.2, (306, 200)).clip(16, 8192).astype(int)
+        self.names = [f"source-{number:03}" for number in range(306)]
+        tree = ol.ClientPlaceTree(dp=4096)
+        buffer = ol.summary_buffer(dict(zip(self.names, lengths, strict=True)), context_length=8192)
+        self._plan = ol.strategies.backbone_balance()(buffer, tree).on(tree)
+        self._limits, self._began = dataclasses.asdict(buffer.limits), time.monotonic()
+
+    def answer(self, request):
+        step = int(10 * (time.monotonic() - self._began))
+        if isinstance(request, msg.GetPlan):
+            return msg.PlanBytes(bytes(plan_to_bytes(self._plan))), []
+        if isinstance(request, msg.GetHistory):
+            steps = list(range(2000))
+            lines = {name: [math.sin(at / 90) + number for at in steps] for number, name in enumerate(self.names[:150])}
+            series = {name: {"step": steps, "mean": values} for name, values in lines.items()}
+            both = {f"{kind}/{name}": one for kind in ("loss", "share") for name, one in series.items()}
+            marks = [{"step": at, "kind": "mixture", "of": ""} for at in range(0, 2000, 5)]
+            return msg.Document({"reports": both, "measured": both, "changes": marks}), []
+        one = next(iter(self._status["sources"].values()))
+        sources = {name: {**one, "tokens": one["tokens"] + step * number} for number, name in enumerate(self.names)}
+        hosts = [{"role": f"constructor host {at}", "host": "h", "pid": at, "up": True, "generation": 0, "restarts": 0}
+                 for at in range(600)]  # fmt: skip
+        planner = {**self._status["planner"], "next_step": step + 2, "limits": self._limits}
+        clients = {str(rank): step for rank in range(4096)}
+        return msg.Document(
+            {**self._status, "planner": planner, "clients": clients, "sources": sources, "hosts": hosts}
+        ), []
+
+
+def longest_tasks(browser, tab, seconds=8):
+    """Return ms of a processor that tasks of the page's thread take: the longest, and the 99th percentile."""
+    browser.start_tracing(page=tab, categories=["toplevel", "__metadata"])
+    tab.wait_for_timeout(1000 * seconds)
+    events = json.loads(browser.stop_tracing())["traceEvents"]
+    names = {(one["pid"], one["tid"]): one["args"]["name"] for one in events if one["name"] == "thread_name"}
+    tasks = [one for one in events if one["name"].endswith("RunTask") and one["ph"] == "X" and "tdur" in one]
+    took = sorted(one["tdur"] / 1e3 for one in tasks if names.get((one["pid"], one["tid"])) == "CrRendererMain")
+    return round(took[-1], 1), round(took[int(0.99 * len(took))], 1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_thousands_of_ranks_and_hundreds_of_sources_take_few_elements(service, tmp_path):
+    sync_api = pytest.importorskip("playwright.sync_api")
+    crowd = Crowd(f"unix://{tmp_path}/socket", service.status())
+    serving = listen(tmp_path / "socket", lambda connection: answer_requests(connection, crowd.answer))
+    with serving, served(crowd) as page, sync_api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        tab = browser.new_page()
+        wrong = []
+        tab.on("pageerror", lambda error: wrong.append(str(error)))
+        tab.goto(page.url)
+        sync_api.expect(tab.locator("#source-count")).to_have_text("306 of 306", timeout=30000)
+        found = {}
+        for part, filled in [("now", "#tiles div"), ("balance", "#heat-after"), ("steering", "#plot-shares .u-legend")]:
+            tab.locator(f"#{part}").scroll_into_view_if_needed()
+            tab.locator(filled).first.wait_for(timeout=30000)
+            tab.wait_for_timeout(4000)  # a chart is made once, and then kept
+            found[part] = longest_tasks(browser, tab)
+        sync_api.expect(tab.locator("#balance-words")).to_contain_text("4,096 DP buckets")
+        tab.evaluate("document.querySelector('#sources .scroll').scrollTop = 1e6")
+        sync_api.expect(tab.locator("#source-rows tr").last).to_contain_text("source-305")
+        elements = tab.evaluate("document.querySelectorAll('*').length")
+        print(f"{elements} elements; longest task and 99th percentile in ms: {found}")
+        assert elements < 2500 and wrong == []  # 306 x 14 cells and 600 hosts would be 8,000
+        assert tab.locator("canvas").count() < 60
         browser.close()
 
 

@@ -11,8 +11,10 @@ function count(value) {
 }
 const bytes = value => value === null || value === undefined ? "–" : count(value) + "B";
 const percent = value => value === null || value === undefined ? "–" : (100 * value).toFixed(100 * value < 10 ? 1 : 0) + " %";
+const several = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
 const clock = seconds => new Date(1e3 * seconds).toLocaleTimeString();
-const ink = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+let inks = {};
+const ink = name => inks[name] ??= getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const seenNow = id => {
   const place = $(id).getBoundingClientRect();
   return !document.hidden && place.bottom >= 0 && place.top <= innerHeight;
@@ -78,7 +80,7 @@ function plot(id, series, scale = value => value) {
 function openPlots() {
   for (const { id, made } of plots.splice(0)) { made.destroy(); $(id).replaceChildren(); }
   plot("plot-steps", [["steps_per_s", "steps/s"]]);
-  plot("plot-waited", [["waited", "waiting"]]);
+  plot("plot-waited", [["waited", "waiting"]], value => 100 * value);
   plot("plot-tokens", [["tokens_per_s", "tokens/s"]]);
   plot("plot-bytes", [["views_bytes", "batches"], ["read_bytes", "rows read"]], value => value / 1e6);
 }
@@ -92,7 +94,7 @@ new ResizeObserver(() => {
   for (const { id, made } of plots) made.setSize({ width: $(id).clientWidth, height: 180 });
   for (const one of steeringPlots) one.setSize({ width: one.root.parentElement.clientWidth, height: 200 });
 }).observe(document.querySelector("main"));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { openPlots(); drawHeat(); steeringLook = ""; drawSteering(); });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { inks = {}; openPlots(); drawHeat(); steeringLook = ""; drawSteering(); });
 
 // Sources.
 const HEADS = [["name", "source"], ["format", "format"], ["planned_share", "planned"], ["realised_share", "realised"],
@@ -107,7 +109,7 @@ for (const [key, title] of HEADS) {
   $("source-heads").append(head);
 }
 $("find").oninput = () => showSources();
-const stateOf = one => one.removed ? "removed" : one.parked ? `parked since step ${one.parked.since}` : one.finished ? "ended" : "";
+const stateOf = one => one.removed ? "removed" : one.parked ? `parked at ${one.parked.since}` : one.finished ? "ended" : "";
 const sourceRows = tableOf("source-rows", (row, one) => {
   cells(row, [one.name, one.format, percent(one.planned_share), percent(one.realised_share), count(one.tokens_per_s), null,
     percent(one.waited_share), count(one.samples), count(one.epoch), count(one.workers), bytes(one.buffer_bytes), count(one.bad), count(one.skipped), stateOf(one)],
@@ -151,15 +153,14 @@ function standsOut(part, line, microbatch) {
   return found;
 }
 function drawHeat() {
-  const blue = [0, 114, 178], orange = [213, 94, 0];
   for (const name of balance ? ["before", "after"] : []) {
     const part = balance[name], canvas = $(`heat-${name}`), wide = part.microbatches, high = linesOf(part);
     canvas.width = wide; canvas.height = high;
-    const pen = canvas.getContext("2d"), picture = pen.createImageData(wide, high);
+    const pen = canvas.getContext("2d"), picture = pen.createImageData(wide, high), { data } = picture;
     for (let at = 0; at < wide * high; at++) {
-      const load = part.bytes[standsOut(part, Math.floor(at / wide), at % wide) * wide + at % wide], apart = (load - 128) / 128;
-      // Half of the mean more or less has the full colour; an empty microbatch has none.
-      picture.data.set([...(apart > 0 ? orange : blue), load === 0 ? 0 : 30 + 225 * Math.min(1, 2 * Math.abs(apart))], 4 * at);
+      const load = part.bytes[standsOut(part, Math.floor(at / wide), at % wide) * wide + at % wide], [red, green, blue] = load > 128 ? [213, 94, 0] : [0, 114, 178];
+      data[4 * at] = red; data[4 * at + 1] = green; data[4 * at + 2] = blue;
+      data[4 * at + 3] = load === 0 ? 0 : 30 + 225 * Math.min(1, Math.abs(load - 128) / 64);  // half of the mean more or less has the full colour
     }
     pen.putImageData(picture, 0, 0);
   }
@@ -189,22 +190,23 @@ $("heat-after").onclick = event => {
 
 // Steering: what was reported, the shares of the mixture, changes and faults, on one axis of steps.
 let steering = null, steeringPlots = [], steeringLook = "";
-const marks = () => [...steering.changes.map(one => [one.step, "--blue", [5, 4]]), ...steering.faults.map(one => [one.step, "--red", []])];
 function drawMarks(u) {
-  const { ctx: pen, bbox } = u;
+  const { ctx: pen, bbox } = u, { min, max } = u.scales.x;
   pen.save();
   pen.lineWidth = 1.5 * devicePixelRatio;
-  for (const [step, colour, dash] of marks()) {
-    if (step < u.scales.x.min || step > u.scales.x.max) continue;
-    const x = u.valToPos(step, "x", true);
+  for (const [marks, colour, dash] of [[steering.changes, "--blue", [5, 4]], [steering.faults, "--red", []]]) {
     pen.strokeStyle = ink(colour); pen.setLineDash(dash.map(part => part * devicePixelRatio));
-    pen.beginPath(); pen.moveTo(x, bbox.top); pen.lineTo(x, bbox.top + bbox.height); pen.stroke();
+    pen.beginPath();
+    for (const x of new Set(marks.filter(one => one.step >= min && one.step <= max).map(one => Math.round(u.valToPos(one.step, "x", true))))) {
+      pen.moveTo(x, bbox.top); pen.lineTo(x, bbox.top + bbox.height);
+    }
+    pen.stroke();
   }
   pen.restore();
 }
 function steeringData() {
   const reports = Object.values(steering.reports), shares = Object.values(steering.shares), newest = columns.step.at(-1) ?? null;
-  const steps = [...new Set([...[...reports, ...shares].flatMap(([at]) => at), ...marks().map(([step]) => step), ...(newest === null ? [] : [newest])])].sort((a, b) => a - b);
+  const steps = [...new Set([...[...reports, ...shares].flatMap(([at]) => at), ...[...steering.changes, ...steering.faults].map(one => one.step), ...(newest === null ? [] : [newest])])].sort((a, b) => a - b);
   const at = new Map(steps.map((step, place) => [step, place]));
   const spread = ([when, values]) => { const line = new Array(steps.length).fill(null); when.forEach((step, place) => { line[at.get(step)] = values[place]; }); return line; };
   const held = line => { let last = null; return line.map(value => last = value ?? last); };  // a share holds until it changes
@@ -213,15 +215,16 @@ function steeringData() {
 function drawSteering() {
   if (!steering) return;
   const data = steeringData(), names = [Object.keys(steering.reports), Object.keys(steering.shares)], look = JSON.stringify(names);
-  if (look === steeringLook) { steeringPlots.forEach((one, part) => one.setData(data[part])); return; }
+  if (look === steeringLook) { steeringPlots.forEach((one, part) => setTimeout(() => one.setData(data[part]), 50 * part)); return; }  // in frames of their own
   for (const one of steeringPlots) one.destroy();
   steeringLook = look;
+  const last = label => label.split("/").at(-1), known = [...new Set(names.flat().map(last))].sort();  // a source has one colour in both
   steeringPlots = ["plot-reports", "plot-shares"].map((id, part) => new uPlot({
     width: $(id).clientWidth, height: 200, cursor: { sync: { key: "steps" }, drag: { x: true, y: false } },
     scales: { x: { time: false }, y: part ? fromZero : {} },
     axes: [{ ...axis(), values: (u, ticks) => ticks.map(count) }, { ...axis(), size: 56, values: (u, ticks) => ticks.map(part ? percent : count) }],
-    series: [{ label: "step", value: (u, value) => count(value) }, ...names[part].map((label, at) => ({
-      label, stroke: COLOURS[at % COLOURS.length], width: 1.8, spanGaps: true, points: { show: false },
+    series: [{ label: "step", value: (u, value) => count(value) }, ...names[part].map(label => ({
+      label, stroke: COLOURS[known.indexOf(last(label)) % COLOURS.length], width: 1.8, spanGaps: true, points: { show: false },
       value: (u, value) => part ? percent(value) : count(value), ...(part ? { paths: uPlot.paths.stepped({ align: 1 }) } : {}),
     }))],
     hooks: { draw: [drawMarks] },
@@ -238,7 +241,7 @@ async function lookAtSteering(event) {
   box.value = found.group ?? "";
   box.hidden = !found.groups.length;
   $("steering-words").textContent = (found.groups.length ? "" : "Trainers have reported nothing so far (client.report). ") +
-    `${found.changes.length} live changes, ${found.faults.length} faults${more ? `; ${more} further lines are left out` : ""}.`;
+    `${several(found.changes.length, "live change")}, ${several(found.faults.length, "fault")}${more ? `; ${more} further lines are left out` : ""}.`;
   const listed = [...found.changes.map(one => [one.step, `step ${one.step}: ${MADE[one.kind]} ${one.of}`]), ...found.faults.map(one => [one.step, `step ${one.step}: the ${one.role} ${one.why}`])];
   $("marks").replaceChildren(...listed.sort((a, b) => b[0] - a[0]).slice(0, 12).map(([, text]) => element("li", text)));
   drawSteering();
@@ -293,6 +296,12 @@ $("ask").onsubmit = ask;
 // What was looked at.
 const hostRows = tableOf("host-rows", (row, one) =>
   cells(row, [one.role, one.host ?? "", String(one.pid), one.up ? "yes" : "no", String(one.generation), String(one.restarts)], ["", "left", "", one.up ? "" : "fault"]));
+let hosts = [];
+function showTables() {  // those that can be seen, and empty ones
+  if (seenNow("sources") || !$("source-rows").rows.length) showSources();
+  if (seenNow("hosts") || !$("host-rows").rows.length) hostRows(hosts);
+}
+addEventListener("scrollend", showTables);
 function show(seen) {
   $("about").textContent = `${seen.address} · overlord ${seen.version} · looked at ${clock(seen.at)}`;
   $("live").textContent = seen.lost ? "the service does not answer" : "live";
@@ -320,13 +329,14 @@ function show(seen) {
     if (line && !box.children[3]) box.append(element("canvas", undefined, { width: 240, height: 44 }));
     if (line) spark(box.children[3], columns[line].slice(-SPARK_POINTS).map(one => one ?? 0));
   });
-  sources = seen.sources;
+  sources = seen.sources.name.map((_, at) => Object.fromEntries(Object.entries(seen.sources).map(([key, values]) => [key, values[at]])));
+  hosts = seen.hosts;
   if (fresh) for (const one of sources) {
     const values = sparks[one.name] ??= [];
     values.push(one.tokens_per_s ?? 0);
     if (values.length > SPARK_POINTS) values.shift();
   }
-  if (!document.hidden) { showSources(); hostRows(seen.hosts); }
+  showTables();
   if (seen.changes && $("change").hidden) { $("change").hidden = false; $("change-what").onchange(); }
   const words = [...seen.faults.map(one => [one.at, `${clock(one.at)} the ${one.role} ${one.why}; ${one.took_s === undefined ? "being replaced" : `back after ${one.took_s.toFixed(2)} s`}`]),
     ...seen.scaling.map(one => [0, `step ${one.step}: ${one.source} ${one.before} → ${one.after} workers: ${one.why}`])];
