@@ -87,7 +87,7 @@ def changing_page(service):
 
 
 def get(url, body=None, **headers):
-    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=10) as answer:
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as answer:
         return answer.read()
 
 
@@ -100,7 +100,7 @@ def change(page, token, what, value, at_step=None):
         return refused.code, json.loads(refused.read())
 
 
-def until(find, within_s=20.0):
+def until(find, within_s=60.0):
     ends = time.monotonic() + within_s
     while not (found := find()) and time.monotonic() < ends:
         time.sleep(0.1)
@@ -408,7 +408,13 @@ def test_thousands_of_ranks_and_hundreds_of_sources_take_few_elements(service, t
         tab.goto(page.url)
         sync_api.expect(tab.locator("#source-count")).to_have_text("306 of 306", timeout=30000)
         found = {}
-        for part, filled in [("now", "#tiles div"), ("balance", "#heat-after"), ("steering", "#plot-shares .u-legend")]:
+        shown = [
+            ("now", "#tiles div"),
+            ("sources", "#source-rows tr"),
+            ("balance", "#heat-after"),
+            ("steering", "#plot-shares .u-legend"),
+        ]
+        for part, filled in shown:
             tab.locator(f"#{part}").scroll_into_view_if_needed()
             tab.locator(filled).first.wait_for(timeout=30000)
             tab.wait_for_timeout(4000)  # a chart is made once, and then kept

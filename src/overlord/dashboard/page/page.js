@@ -1,6 +1,6 @@
 // The live page: it shows what the server looked at, and computes nothing but how it is drawn.
 const $ = id => document.getElementById(id);
-const SHOWN_POINTS = 1800, SPARK_POINTS = 60, ROW = 34, SHOWN_ROWS = 24;
+const SHOWN_POINTS = 1800, SPARK_POINTS = 60, ROW = 34, SHOWN_ROWS = 20;
 const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#999933", "#882255", "#44aa99", "#7f7f7f", "#aa4466"];
 
 function count(value) {
@@ -288,7 +288,7 @@ const sampleRows = tableOf("sample-rows", (row, one) =>
 async function ask(event) {
   event?.preventDefault();
   const step = $("ask-step").value, found = await get(`samples?bucket=${$("ask-bucket").value || 0}${step === "" ? "" : `&step=${step}`}`);
-  $("sample-words").textContent = found.error ?? `Step ${found.step}, bucket ${found.bucket} (ranks ${found.ranks.join(", ")}): ${found.samples.length} pieces.`;
+  $("sample-words").textContent = found.error ?? `Step ${found.step}, bucket ${found.bucket} (${found.ranks.length === 1 ? "rank" : "ranks"} ${found.ranks.join(", ")}): ${several(found.samples.length, "piece")}.`;
   sampleRows(found.samples ?? []);
 }
 $("ask").onsubmit = ask;
