@@ -238,6 +238,8 @@ class LaunchOptions(Spec):
     """What becomes of a source that cannot be read any more: stop, park until it is back, or reweight for good."""
     metrics: Annotated[int | str, PlainValidator(_as_port, json_schema_input_type=int | Word)] | None = None
     """Where Prometheus may ask for metrics: a port of this host, or host:port."""
+    dashboard: Annotated[int, whole(0, "no browser could find it. Write 9500, or 0 for any free port")] | None = None
+    """Port of this host where the live page of the service is served; 0 takes any that is free."""
     steps: Annotated[int, whole(1, "nothing would run. Leave it out for no limit")] | None = None
     """Steps that `overlord run` takes; the stream itself ends at the job's max_steps."""
 

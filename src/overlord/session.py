@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 from overlord.core import client_messages as msg
 from overlord.core.client_messages import SourceChange
@@ -36,6 +36,7 @@ from overlord.runtimes.launching.resume import canonical, changes_of, with_chang
 from overlord.runtimes.launching.service_options import Progress, ServiceOptions, few_samples
 from overlord.runtimes.supervision.cleanup import remove_scratch, scratch_folder
 from overlord.runtimes.supervision.early_start import LOCAL_SERVICE, ONE_THREAD
+from overlord.runtimes.supervision.page_process import PageProcess
 from overlord.runtimes.supervision.service_process import ServiceProcess, ray_service
 from overlord.scaling.autoscaler import Scaling
 from overlord.storage import StorageOptions
@@ -46,75 +47,43 @@ if TYPE_CHECKING:
     from overlord.runtimes.autoscaling.metrics import MetricsServer
     from overlord.runtimes.launching.inline_service import InlineService
 
+R = TypeVar("R")
+
 logger = logging.getLogger("overlord")
 
 
-class Service:
-    """A running data service. Close it, or use it as a context manager."""
+class Ask(Protocol):
+    """Asks a service one thing."""
 
-    def __init__(
-        self,
-        runtime: InlineService | ServiceProcess,
-        job: Job,
-        options: Launch,
-        door: MetricsServer | None = None,
-    ) -> None:
-        self._runtime = runtime
-        self._door = door
-        self.job = job
-        """What was launched."""
-        self.options = options
-        """How it was launched."""
-        if door is not None:
-            door.tell(runtime.status)
-        self.scratch: str | None = None
-        """A folder that goes when the service is closed."""
-        self.mesh = options.mesh
-        """The newest mesh: that of the launch, or of the last `reshard`; steps before that keep theirs."""
+    def __call__(self, request: msg.Request[R], /) -> R:
+        """Return its answer, or raise the error that it answers with."""
 
-    @property
-    def address(self) -> str | None:
-        """Where other processes of this host attach (`ol.connect`); None for the inline runtime."""
-        return self._runtime.address
 
-    @property
-    def pid(self) -> int:
-        """The service's process id; on the inline runtime that of this process."""
-        return self._runtime.pid
+class RunningService:
+    """What may be asked of a running service, and changed, by its owner and by any process of its host."""
 
-    @property
-    def metrics(self) -> str | None:
-        """Where Prometheus asks for metrics; None where `launch` was not told to answer it."""
-        return None if self._door is None else self._door.url
+    mesh: ClientPlaceTree
+    """The newest mesh: that of the launch, or of the last `reshard`; steps before that keep theirs."""
 
-    def __repr__(self) -> str:
-        return f"Service(mesh={self.mesh}, address={self.address!r})"
-
-    def client(self, rank: int = 0, step: int | None = None) -> Client:
-        """Return the stream of one rank.
-
-        Args:
-            rank: The trainer's global rank in the mesh.
-            step: Where to go on, as for `ol.connect`; by default where the service was launched.
-        """
-        return self._runtime.client(rank, step)
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
 
     def status(self) -> dict[str, Any]:
         """Return roles, positions, buffers, and the planned and realised mixture."""
-        return self._runtime.status()
+        return self._ask(msg.GetStatus()).content
 
-    def history(self, names: Sequence[str] | None = None) -> dict[str, dict[str, dict[str, list[float]]]]:
+    def history(self, names: Sequence[str] | None = None) -> dict[str, Any]:
         """Return what trainers reported, and what the service measured of itself, over the steps of the run.
 
         Both, "reports" and "measured", hold series by name, each with the columns "step", "count", "mean", "low" and
         "high": recent steps one by one, older ones joined. All of it takes 2 MB at most, and is kept in the store.
         "measured" has steps_per_s, wait_s (that trainers waited, a step), balance (tokens of the busiest rank over the
-        mean) and share/NAME of the mixture.
+        mean) and share/NAME of the mixture. "changes" names the newest 500 live changes: step, kind, and of what.
 
         Args:
             names: Only these series.
         """
-        return self._runtime.ask(msg.GetHistory(None if names is None else list(names))).content
+        return self._ask(msg.GetHistory(None if names is None else list(names))).content
 
     def set_mixture(self, mixture: Mixture | Mapping[str, Any], at_step: int | None = None) -> int:
         """Change weights or schedule while the stream runs; return the first step it holds for.
@@ -127,17 +96,17 @@ class Service:
             at_step: A step that is not planned yet; by default the next such step.
         """
         if not isinstance(mixture, Mixture):
-            in_force = Mixture.from_mapping(self._runtime.ask(msg.GetMixture()).content)  # without its weights
+            in_force = Mixture.from_mapping(self._ask(msg.GetMixture()).content)  # without its weights
             mixture = _mixture_of(mixture, in_force)
         at = _step_or_none("set_mixture", at_step)
-        return self._runtime.ask(msg.SetMixture(mixture_to_json(mixture), at, _new_id())).step
+        return self._ask(msg.SetMixture(mixture_to_json(mixture), at, _new_id())).step
 
     def skip_steps(self, count: int, at_step: int | None = None) -> int:
         """Pass over so many global batches, as after a loss spike; return the step before which they are left out."""
         if not is_whole(count, 1):
             raise SpecError(f"skip_steps: count is {count!r}; nothing would be skipped. Give a number of steps.")
         at = _step_or_none("skip_steps", at_step)
-        return self._runtime.ask(msg.SkipSteps(int(count), at, _new_id())).step
+        return self._ask(msg.SkipSteps(int(count), at, _new_id())).step
 
     def reshard(self, tree: ClientPlaceTree, at_step: int | None = None, hosts: int | None = None) -> int:
         """Go on with another mesh from a step on; return that step. No sample is lost or repeated.
@@ -166,7 +135,7 @@ class Service:
             raise SpecError(
                 f"reshard: hosts is {hosts!r:.80}; ranks would have no host. Give 1 or more, or leave it out."
             )
-        done = self._runtime.ask(msg.Reshard(tree.sizes(), at, _new_id(), None if hosts is None else int(hosts)))
+        done = self._ask(msg.Reshard(tree.sizes(), at, _new_id(), None if hosts is None else int(hosts)))
         self.mesh = ClientPlaceTree.from_sizes(done.newest)
         return done.step
 
@@ -190,7 +159,7 @@ class Service:
                 f"add_source: weight is {weight!r:.80}; it gives no share of the mixture. Give a number of 0 or more."
             )
         at, own = _step_or_none("add_source", at_step), None if given is None else float(given)
-        return self._runtime.ask(msg.AddSource(source_to_json(source), own, at, _new_id())).step
+        return self._ask(msg.AddSource(source_to_json(source), own, at, _new_id())).step
 
     def remove_source(self, name: str, at_step: int | None = None) -> int:
         """Take a source out of the mixture for good; return the first step without it. The others take its share."""
@@ -209,18 +178,83 @@ class Service:
 
     def _change_source(self, change: SourceChange, name: str, at_step: int | None) -> int:
         at = _step_or_none(change, at_step)
-        return self._runtime.ask(msg.ChangeSource(change, _name(name), at, _new_id())).step
+        return self._ask(msg.ChangeSource(change, _name(name), at, _new_id())).step
 
     def plan_raw(self, step: int) -> LoadingPlan | None:
         """Return the plan of a step, or None past the end; planning it now if need be."""
-        blob = self._runtime.ask(msg.GetPlan(_step("plan_raw", step))).plan
+        blob = self._ask(msg.GetPlan(_step("plan_raw", step))).plan
         return None if blob is None else plan_from_bytes(blob)
+
+
+class Service(RunningService):
+    """A running data service. Close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        runtime: InlineService | ServiceProcess,
+        job: Job,
+        options: Launch,
+        door: MetricsServer | None = None,
+        page: PageProcess | None = None,
+    ) -> None:
+        super().__init__(runtime.ask)
+        self._runtime = runtime
+        self._door, self._page = door, page
+        self.job = job
+        """What was launched."""
+        self.options = options
+        """How it was launched."""
+        if door is not None:
+            door.tell(runtime.status)
+        if page is not None:
+            page.start(runtime.address or "")
+        self.scratch: str | None = None
+        """A folder that goes when the service is closed."""
+        self.mesh = options.mesh
+
+    @property
+    def address(self) -> str | None:
+        """Where other processes of this host attach (`ol.connect`); None for the inline runtime."""
+        return self._runtime.address
+
+    @property
+    def pid(self) -> int:
+        """The service's process id; on the inline runtime that of this process."""
+        return self._runtime.pid
+
+    @property
+    def metrics(self) -> str | None:
+        """Where Prometheus asks for metrics; None where `launch` was not told to answer it."""
+        return None if self._door is None else self._door.url
+
+    @property
+    def dashboard(self) -> str | None:
+        """Where a browser finds the live page; None where `launch` was not told to serve one."""
+        return None if self._page is None else self._page.url
+
+    def __repr__(self) -> str:
+        return f"Service(mesh={self.mesh}, address={self.address!r})"
+
+    def client(self, rank: int = 0, step: int | None = None) -> Client:
+        """Return the stream of one rank.
+
+        Args:
+            rank: The trainer's global rank in the mesh.
+            step: Where to go on, as for `ol.connect`; by default where the service was launched.
+        """
+        return self._runtime.client(rank, step)
+
+    def status(self) -> dict[str, Any]:
+        """Return roles, positions, buffers, and the planned and realised mixture."""
+        return self._runtime.status()
 
     def look_at(self, ranks: Collection[int]) -> None:
         """Read only what some ranks get of a step, to look at it: of a replay, or with `runtime="inline"`.
 
         `global_loss_tokens` of the steps that they get then counts only what was read.
         """
+        from overlord.runtimes.launching.inline_service import InlineService  # with the readers, which few launchers need
+
         if not isinstance(self._runtime, InlineService):
             raise SpecError(
                 f"look_at: the runtime is {self.options.runtime!r}, and its ranks train with what they get; their "
@@ -245,7 +279,9 @@ class Service:
         finally:
             if self._door is not None:
                 self._door.close()
-                self._door = None
+            if self._page is not None:
+                self._page.close()
+            self._door = self._page = None
             if self.scratch is not None:
                 remove_scratch(self.scratch)
 
@@ -288,6 +324,7 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
     skip_steps: int = 0,
     on_source_failure: OnSourceFailure | None = None,
     metrics: int | str | None = None,
+    dashboard: int | None = None,
     progress: Progress | None = None,
 ) -> Service:
     r"""Start a service for a job and return it; everything that can be checked is checked first.
@@ -347,6 +384,8 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
             goes on without it until it can be read again; "reweight" goes on without it until
             `service.return_source`.
         metrics: A port of this host, or "HOST:PORT", where this process answers Prometheus (0: a free port).
+        dashboard: A port of this host, where a process beside the service shows it as a live page until the service is
+            closed (0: a free port; `service.dashboard` says which).
         progress: Called with (what, done, of) while sources are opened.
 
     Raises:
@@ -373,12 +412,15 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
     few = few_samples(job, options.mesh)
     if few is not None:
         logger.warning("%s", few)
-    door = None if options.metrics is None else _open_door(options.metrics, options.runtime)
-    try:
-        return Service(_start(options.runtime, job, told, options.progress), job, options, door)
+    door, page = None, None
+    try:  # both take their ports before anything runs
+        door = None if options.metrics is None else _open_door(options.metrics, options.runtime)
+        page = None if options.dashboard is None else _open_page(options.dashboard, options.runtime)
+        return Service(_start(options.runtime, job, told, options.progress), job, options, door, page)
     except BaseException:
-        if door is not None:
-            door.close()
+        for one in (door, page):
+            if one is not None:
+                one.close()
         raise
 
 
@@ -538,6 +580,15 @@ def _open_door(metrics: int | str, runtime: str) -> MetricsServer:
     from overlord.runtimes.autoscaling.metrics import MetricsServer  # Prometheus' client is loaded only here
 
     return MetricsServer(metrics)
+
+
+def _open_page(port: int, runtime: str) -> PageProcess:
+    if runtime == "inline":
+        raise SpecError(
+            f"launch: dashboard is {port} and runtime is 'inline', where nothing runs beside the caller, so the page "
+            "would get no answer. Use runtime='local' or 'ray', or leave dashboard out."
+        )
+    return PageProcess(port)
 
 
 def _start(

@@ -55,7 +55,7 @@ def run_demo(
         job_path = prepare_demo(folder, launch, screen, tell, scale, media=media)
         loaded: JobFile = load_job_file(job_path)
         options = loaded.call({"runtime": runtime, "cache": cache})
-        summary = run_job(loaded.job, str(job_path), options, steps, tell)
+        summary = run_job(loaded.job, str(job_path), options, steps, tell, screen.note)
     report, numbers = folder / "report.html", folder / "summary.json"
     write_text(report, render_report(summary))
     write_text(numbers, json.dumps(dataclasses.asdict(summary), indent=1) + "\n")

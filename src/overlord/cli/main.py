@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import secrets
 import shutil
 import sys
 from pathlib import Path
@@ -269,7 +270,7 @@ def run(
     options = with_state(options, resume, state)
     with screen.progress() as tell, screen.user_code():
         check_job(loaded.job, options.mesh, options.layout, options.cache, look=options.address is None)
-        summary = run_job(loaded.job, str(job), options, chosen or DEFAULT_STEPS, tell)
+        summary = run_job(loaded.job, str(job), options, chosen or DEFAULT_STEPS, tell, screen.note)
     _show_run(screen, summary)
     page = screen.write_page("report  ", report, lambda: render_report(summary))
     screen.give(dataclasses.asdict(summary) | {"report": page})
@@ -313,9 +314,10 @@ def serve(
 
     def announce() -> None:
         told = service.status()
-        screen.show(*announcement(str(job), options, service.address or "", told, service.metrics))
+        screen.show(*announcement(str(job), options, service.address or "", told, service.metrics, service.dashboard))
         more: dict[str, Any] = {"hosts": trainer_hosts(told)} if "ray" in told else {}
         more |= {} if service.metrics is None else {"metrics": service.metrics}
+        more |= {} if service.dashboard is None else {"dashboard": service.dashboard}
         screen.give({"address": service.address, "pid": told["pid"], "mesh": str(options.mesh)} | more)
         ctx.meta[AS_JSON] = False  # the one object is out
 
@@ -351,10 +353,17 @@ def dashboard(
     host: Annotated[
         str, typer.Option(help="The address to listen on; others than this host can then read it.")
     ] = "127.0.0.1",
+    allow_changes: Annotated[
+        bool,
+        typer.Option(
+            "--allow-changes", help="Let the page change mixture, sources and mesh, with a token that is shown once."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Serve a live page of a running service: waits, sources, balance, hosts, samples."""
     from overlord.cli.serving import find_status, read_address_file
+    from overlord.runtimes.supervision.page_process import LOOPBACKS, listening_socket, needs_library
 
     screen = Screen(as_json=as_json)
     with screen.progress():
@@ -362,13 +371,20 @@ def dashboard(
     try:
         from overlord.dashboard.serving_page import PageServer
     except ModuleNotFoundError as error:
+        raise needs_library(error.name) from error
+    token = secrets.token_urlsafe(24) if allow_changes else None
+    listening = listening_socket(host, port)
+    if allow_changes and listening.getsockname()[0] not in LOOPBACKS:
         raise SpecError(
-            f"the page needs {error.name}, which is not installed; nothing is served. Run "
-            "`pip install 'overlord-data[dashboard]'`."
-        ) from error
-    page = PageServer(read_address_file(address), port, host)
-    screen.show(labelled("page     ", page.url), "Ctrl-C ends the page; the service goes on.")
-    screen.give({"url": page.url})
+            f"--allow-changes is given and --host is {host!r}: whatever reads the network on the way would have the "
+            "token, and could change the run. Leave --host out, and use a tunnel: ssh -L 9500:127.0.0.1:9500 HOST."
+        )
+    page = PageServer(read_address_file(address), listening, token)
+    screen.show(labelled("page     ", page.url))
+    if token is not None:
+        screen.show(labelled("changes  ", f"{page.url}#token={token}"))
+    screen.show("Ctrl-C ends the page; the service goes on.")
+    screen.give({"url": page.url} | ({} if token is None else {"token": token}))
     page.run()
 
 

@@ -63,7 +63,9 @@ LAUNCH_FLAGS = tuple(
 )
 """Options that are flags of their own; the others need more than a word, or have another form here."""
 _NAMES = {"loaders_per_source": "--loaders"}
-_METAVARS = {"loaders_per_source": "N|auto", "loader_hosts": "N|per_source", "metrics": "[HOST:]PORT"}
+_METAVARS = {
+    "loaders_per_source": "N|auto", "loader_hosts": "N|per_source", "metrics": "[HOST:]PORT", "dashboard": "PORT",
+}  # fmt: skip
 _HELP = {"shadows": "Sources with a shadow loader: all, none, auto, or names with commas between."}
 
 

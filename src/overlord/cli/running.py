@@ -48,8 +48,11 @@ MOST_CHECKED = 64
 _LOOK_EVERY_S = 0.5
 
 
-def run_job(job: Job, name: str, options: Launch, steps: int, tell: Tell) -> RunSummary:
+def run_job(job: Job, name: str, options: Launch, steps: int, tell: Tell, note: Callable[[str], None]) -> RunSummary:
     """Run some steps of a job and return what came out.
+
+    Args:
+        note: Told where the live page is, if there is one.
 
     Raises:
         OverlordError: as `launch` and the clients raise it; the service is closed.
@@ -70,6 +73,8 @@ def run_job(job: Job, name: str, options: Launch, steps: int, tell: Tell) -> Run
     aside = aside_notes(options)
     others = _descendants()
     with launch_for(job, options, tell) as service:
+        if service.dashboard is not None:
+            note(f"live page: {service.dashboard}")
         clients = [service.client(rank) for rank in range(options.mesh.world_size)]
         before = clients[0].state_dict()
         status = service.status()

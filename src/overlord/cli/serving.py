@@ -89,7 +89,12 @@ def read_address_file(address: str) -> str:
 
 
 def announcement(
-    job: str, options: Launch, address: str, status: Mapping[str, Any], metrics: str | None = None
+    job: str,
+    options: Launch,
+    address: str,
+    status: Mapping[str, Any],
+    metrics: str | None = None,
+    dashboard: str | None = None,
 ) -> list[RenderableType]:
     """Return what trainers must know of a service that has just begun."""
     ranks, layout = number(options.mesh.world_size, "rank"), layout_words(options.layout)
@@ -99,6 +104,8 @@ def announcement(
     ]
     if metrics is not None:
         lines.append(labelled("metrics  ", metrics))
+    if dashboard is not None:
+        lines.append(labelled("page     ", dashboard))
     every = "every trainer"
     if "ray" in status:
         hosts = [f"{one['ranks']} on {one['host']}" for one in trainer_hosts(status)]

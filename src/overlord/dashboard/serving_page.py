@@ -5,18 +5,21 @@ Rules of this file:
    no page of the web can read this one through a name that leads here.
 2. The page needs nothing from anywhere else, and a policy in its header forbids it to ask.
 3. The service is asked by one thread; what a page costs is a write of bytes that are there.
+4. Changes are taken only where a token was made for them, from requests that carry it in a header of its own: a browser
+   lets no other site send such a header here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import functools
+import secrets
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import uvicorn
@@ -28,13 +31,14 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from overlord.core.plan import LoadingPlan
-from overlord.dashboard.watching import LOOK_EVERY_S, Watch, shown_balance, shown_samples
-from overlord.errors import OverlordError, SpecError
+from overlord.dashboard.watching import LOOK_EVERY_S, Watch
+from overlord.errors import OverlordError
 from overlord.reports.pages import STYLE
+from overlord.runtimes.supervision.page_process import LOOPBACK, LOOPBACKS, end_with_launcher, url_of
 
-LOOPBACK = "127.0.0.1"
 PAGE = Path(__file__).parent / "page"
+TOKEN = "x-overlord-token"
+"""The header that a request for a change carries."""
 HEADERS = {
     "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -43,12 +47,21 @@ HEADERS = {
 }
 
 
-def page_app(watch: Watch, hosts: list[str]) -> Starlette:
+class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A change that a page asks for: a call of the service's, with its first argument."""
+
+    change: Literal["set_mixture", "park_source", "return_source", "skip_steps", "reshard"]
+    value: Any
+    at_step: int | None = None
+
+
+def page_app(watch: Watch, hosts: list[str], token: str | None = None) -> Starlette:
     """Return the application that serves the page.
 
     Args:
         watch: What is shown.
         hosts: The names that the page may be opened by.
+        token: What a request for a change must carry; None where the page changes nothing.
     """
 
     async def page(request: Request) -> Response:
@@ -68,8 +81,10 @@ def page_app(watch: Watch, hosts: list[str]) -> Starlette:
         Route("/style.css", style),
         Route("/now", now),
         Route("/events", events),
-        Route("/balance", functools.partial(_of_plan, watch, lambda plan, _: shown_balance(plan))),
-        Route("/samples", functools.partial(_of_plan, watch, lambda plan, bucket: shown_samples(plan, bucket))),
+        Route("/balance", functools.partial(_of_step, lambda step, _: watch.balance(step))),
+        Route("/samples", functools.partial(_of_step, watch.samples)),
+        Route("/steering", functools.partial(_steering, watch)),
+        Route("/change", functools.partial(_change, watch, token), methods=["POST"]),
         Mount("/page", StaticFiles(directory=PAGE)),
     ]
     return Starlette(
@@ -107,20 +122,43 @@ async def _events(watch: Watch, request: Request) -> AsyncIterator[bytes]:
         await asyncio.sleep(LOOK_EVERY_S / 4)
 
 
-async def _of_plan(watch: Watch, show: Callable[[LoadingPlan, int], dict[str, Any]], request: Request) -> Response:
+async def _steering(watch: Watch, request: Request) -> Response:
+    try:
+        shown = await asyncio.to_thread(watch.steering, request.query_params.get("group"))
+    except (OverlordError, OSError) as error:
+        return _refusal(404, str(error))
+    return Response(msgspec.json.encode(shown), media_type="application/json", headers=HEADERS)
+
+
+async def _of_step(show: Callable[[int | None, int], dict[str, Any] | None], request: Request) -> Response:
     """Answer from the plan of a step."""
     given = {name: request.query_params.get(name) for name in ("step", "bucket")}
     if any(value is not None and not value.isdecimal() for value in given.values()):
         return _refusal(400, "step and bucket are numbers of 0 or more")
     step = None if given["step"] is None else int(given["step"])
     try:
-        plan = await asyncio.to_thread(watch.plan, step)
-        if plan is None:
+        shown = await asyncio.to_thread(show, step, int(given["bucket"] or 0))
+        if shown is None:
             return _refusal(404, "there is no plan so far, or the stream has ended")
-        shown = await asyncio.to_thread(show, plan, int(given["bucket"] or 0))
     except (OverlordError, IndexError, OSError) as error:
         return _refusal(404, str(error))
     return Response(msgspec.json.encode(shown), media_type="application/json", headers=HEADERS)
+
+
+async def _change(watch: Watch, token: str | None, request: Request) -> Response:
+    """Make a change; what the service refuses is answered in its own words."""
+    if token is None:
+        return _refusal(
+            403, "this page only shows. Start one that may change: overlord dashboard ADDRESS --allow-changes"
+        )
+    if not secrets.compare_digest(request.headers.get(TOKEN, "").encode(), token.encode()):
+        return _refusal(403, "the token is missing or wrong, and nothing was changed. The page's start showed it.")
+    try:
+        wanted = msgspec.json.decode(await request.body(), type=Wanted)
+        step = await asyncio.to_thread(watch.change, wanted.change, wanted.value, wanted.at_step)
+    except (msgspec.MsgspecError, OverlordError, OSError) as error:
+        return _refusal(400, str(error))
+    return Response(msgspec.json.encode({"step": step}), media_type="application/json", headers=HEADERS)
 
 
 def _refusal(code: int, why: str) -> Response:
@@ -130,18 +168,11 @@ def _refusal(code: int, why: str) -> Response:
 class PageServer:
     """The page of a service, served by this process."""
 
-    def __init__(self, address: str, port: int, host: str = LOOPBACK) -> None:
-        """Take the port.
-
-        Raises:
-            SpecError: It cannot be had.
-        """
-        self._socket = _bound(host, port)
-        self.port = int(self._socket.getsockname()[1])
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self.port}/"
-        names = ["*"] if host not in (LOOPBACK, "::1", "localhost") else [LOOPBACK, "localhost", "[::1]"]
-        app = page_app(Watch(address), names)
+    def __init__(self, address: str, listening: socket.socket, token: str | None = None) -> None:
+        self._socket = listening
+        self.url = url_of(listening)
+        names = [LOOPBACK, "localhost", "[::1]"] if listening.getsockname()[0] in LOOPBACKS else ["*"]
+        app = page_app(Watch(address, changes=token is not None), names, token)
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, lifespan="on")
         self._server = uvicorn.Server(config)
 
@@ -154,11 +185,7 @@ class PageServer:
         self._server.should_exit = True
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    try:  # it listens at once: a browser that comes before the server is up waits for it
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        busy = "another process has it" if error.errno == errno.EADDRINUSE else str(error.strerror or error)
-        raise SpecError(
-            f"the page cannot be served at {host}:{port}: {busy}. Give another port, or 0 for any that is free."
-        ) from error
+if __name__ == "__main__":  # the process of `launch(dashboard=PORT)`: an address, and the descriptor of its socket
+    page = PageServer(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))
+    end_with_launcher(page.stop)
+    page.run()

@@ -9,22 +9,30 @@ Rules of this file:
 
 from __future__ import annotations
 
+import base64
+import dataclasses
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from overlord.core import client_messages as msg
-from overlord.core.plan import LoadingPlan, plan_from_bytes
+from overlord.core.draw import Buffer, Limits
+from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.plan import LoadingPlan
 from overlord.core.samples import SampleId
 from overlord.errors import OverlordError
+from overlord.planning.balancing.evenness import in_lockstep, over_ranks, rank_loads
+from overlord.planning.costs import llama_12b
+from overlord.planning.strategies import vanilla
 from overlord.reports.live import rates_of, sentence_of
-from overlord.runtimes.client_feed import ask_once, status_of
+from overlord.runtimes.client_feed import ask_once
 from overlord.runtimes.transport.codec import raised
+from overlord.session import RunningService
 from overlord.version import VERSION
 
 LOOK_EVERY_S = 1.0
@@ -35,6 +43,11 @@ KEPT_POINTS = 1800
 PLAN_EVERY_S = 3.0
 """How often a plan is asked for at most: one of thousands of ranks has megabytes."""
 SHOWN_FAULTS = 50
+LINE_POINTS = 600
+"""Points of a line over the steps of a run: more than a screen shows."""
+MOST_LINES = 12
+"""Lines of one chart; more could not be told apart."""
+SPARK_POINTS = 60
 LINES = ("at", "step", "steps_per_s", "tokens_per_s", "waited", "views_bytes", "read_bytes")
 """What a point of the history holds, in this order."""
 
@@ -42,11 +55,15 @@ LINES = ("at", "step", "steps_per_s", "tokens_per_s", "waited", "views_bytes", "
 class Watch:
     """What pages are told of one service."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, changes: bool = False) -> None:
         self.address = address
+        self._service = RunningService(lambda request: raised(ask_once(address, request)))
+        self._changes = changes
         self._points: deque[list[float | None]] = deque(maxlen=KEPT_POINTS)
         self._looks: deque[tuple[float, dict[str, Any]]] = deque(maxlen=RATES_OVER)
         self._lock = threading.Lock()
+        self._sparks: dict[str, deque[float]] = {}
+        self._history: tuple[float, dict[str, Any]] | None = None
         self._plan: tuple[float, int, LoadingPlan] | None = None
         self.newest = b"{}"
         """The newest look as JSON, with its point of the history."""
@@ -57,7 +74,7 @@ class Watch:
         """Ask the service, and write down what pages show."""
         now = time.time()
         try:
-            status, lost = status_of(self.address), None
+            status, lost = self._service.status(), None
         except (OverlordError, OSError) as error:
             status, lost = None, str(error)
         then, before = self._looks[0] if self._looks else (now, None)
@@ -66,8 +83,13 @@ class Watch:
         with self._lock:
             if status is not None:
                 self._looks.append((now, status))
+            for one in shown.get("sources", ()):
+                kept = self._sparks.setdefault(one["name"], deque(maxlen=SPARK_POINTS))
+                kept.append(one["tokens_per_s"] or 0.0)
+            if shown.get("sources"):  # by columns: a third of the bytes, for hundreds of sources
+                shown["sources"] = {key: [one[key] for one in shown["sources"]] for key in shown["sources"][0]}
             self._points.append(point)
-            facts = {"at": now, "address": self.address, "version": VERSION, "point": point}
+            facts = {"at": now, "address": self.address, "version": VERSION, "changes": self._changes, "point": point}
             self.newest = msgspec.json.encode({**facts, **shown})
             self.number += 1
 
@@ -75,7 +97,42 @@ class Watch:
         """Return the lines so far, for a page that is opened."""
         with self._lock:
             columns = list(zip(*self._points, strict=True)) or [()] * len(LINES)
-        return msgspec.json.encode(dict(zip(LINES, columns, strict=True)))
+            sources = {name: list(values) for name, values in self._sparks.items()}
+        return msgspec.json.encode({**dict(zip(LINES, columns, strict=True)), "sources": sources})
+
+    def balance(self, step: int | None) -> dict[str, Any] | None:
+        """Return what `shown_balance` shows of a step; None where there is no plan so far.
+
+        Raises:
+            OverlordError: The service does not answer, or does not keep the step.
+        """
+        plan = self.plan(step)
+        with self._lock:
+            planner = self._looks[-1][1]["planner"] if self._looks else None
+        return None if plan is None or planner is None else shown_balance(plan, Limits(**planner["limits"]))
+
+    def samples(self, step: int | None, bucket: int) -> dict[str, Any] | None:
+        """Return what `shown_samples` shows of a step; None where there is no plan so far.
+
+        Raises:
+            OverlordError: The service does not answer, or does not keep the step.
+            IndexError: There is no such bucket.
+        """
+        plan = self.plan(step)
+        return None if plan is None else shown_samples(plan, bucket)
+
+    def steering(self, group: str | None) -> dict[str, Any]:
+        """Return what `shown_steering` shows; asked for once every few seconds, however many pages are open.
+
+        Raises:
+            OverlordError: The service does not answer.
+        """
+        with self._lock:
+            faults = self._looks[-1][1].get("faults") or () if self._looks else ()
+            held = self._history
+        if held is None or time.monotonic() - held[0] > PLAN_EVERY_S:
+            held = self._history = (time.monotonic(), self._service.history())
+        return shown_steering(held[1], faults, group)
 
     def plan(self, step: int | None = None) -> LoadingPlan | None:
         """Return the plan of a step that the planner keeps; by default of the newest that a trainer has.
@@ -91,12 +148,23 @@ class Watch:
         at = step if step is not None else newest_step(status)
         if at is None:
             return None
-        blob = raised(ask_once(self.address, msg.GetPlan(at))).plan
-        if blob is None:
+        plan = self._service.plan_raw(at)
+        if plan is None:
             return None
-        plan = plan_from_bytes(blob)
         self._plan = (time.monotonic(), at, plan)
         return plan
+
+    def change(self, name: str, value: Any, at_step: int | None) -> int:
+        """Make a change of the service; return the first step it holds for.
+
+        Raises:
+            OverlordError: The service refuses it, or does not answer; nothing has changed.
+        """
+        if name == "reshard":
+            value = ClientPlaceTree.of(value if isinstance(value, Mapping) else str(value))
+        step = int(getattr(self._service, name)(value, at_step))
+        self._history = None  # it has the change now
+        return step
 
 
 def newest_step(status: Mapping[str, Any]) -> int | None:
@@ -153,25 +221,77 @@ def shown_status(status: Mapping[str, Any], before: Mapping[str, Any] | None, se
     }
 
 
-def shown_balance(plan: LoadingPlan) -> dict[str, Any]:
-    """Return the tokens of every bucket's microbatches, padding included."""
-    tokens = plan.loads(plan.in_batch)
-    total, filled = tokens.sum(axis=1), tokens[tokens > 0]
+def shown_balance(plan: LoadingPlan, limits: Limits) -> dict[str, Any]:
+    """Return the work of every bucket's microbatches: as samples were drawn and dealt in turn, and as planned.
+
+    Work is what a Llama of 12 billion parameters has of a microbatch, as in the reports: a sequence of twice the length
+    is more than twice of it.
+    """
+    # What dealing in turn needs is its own business: it must not fail where the plan did not.
+    drawn = Buffer(plan.draw, dataclasses.replace(limits, microbatches=None))
+    dealt = vanilla()(drawn, plan.mesh)
+    loads = {"before": rank_loads(dealt, plan.mesh, llama_12b), "after": rank_loads(plan, plan.mesh, llama_12b)}
+    filled, tokens = loads["after"][loads["after"] > 0], plan.loads(plan.in_batch)
     mean = float(filled.mean()) if len(filled) else 1.0
-    # One byte for each, so that thousands of ranks stay a few kilobytes: 0 is empty, 128 the mean, 255 twice the mean.
-    scaled = np.clip(np.rint(tokens * (128 / mean)), tokens > 0, 255).astype(np.uint8)
     return {
         "step": plan.step,
         "axis": plan.axis,
         "mesh": str(plan.mesh),
-        "buckets": plan.num_buckets,
-        "microbatches": plan.num_microbatches,
-        "mean": mean,
+        "mean": float(tokens[tokens > 0].mean()) if tokens.any() else 0.0,
         "most": int(tokens.max(initial=0)),
-        "loads": scaled.tobytes().hex(),
-        "max_over_mean": float(total.max() / total.mean()) if total.any() else None,
         "cp_sizes": sorted({int(size) for size in plan.cp_sizes}) if plan.cp_sizes is not None else None,
+        **{name: _shown_loads(found, mean) for name, found in loads.items()},
     }
+
+
+def _shown_loads(loads: npt.NDArray[np.float64], mean: float) -> dict[str, Any]:
+    # One byte for each, so that thousands of ranks stay a few kilobytes: 0 is empty, 128 the mean, 255 twice the mean.
+    scaled = np.clip(np.rint(loads * (128 / mean)), loads > 0, 255).astype(np.uint8)
+    return {
+        "buckets": len(loads),
+        "microbatches": loads.shape[1],
+        "loads": base64.b64encode(scaled.tobytes()).decode(),
+        "over_ranks": over_ranks(loads),
+        "in_lockstep": in_lockstep(loads),
+    }
+
+
+def shown_steering(
+    history: Mapping[str, Any], faults: Sequence[Mapping[str, Any]], group: str | None
+) -> dict[str, Any]:
+    """Return reported values, shares of the mixture, changes and faults over the steps of the run.
+
+    Args:
+        history: What `service.history()` returned.
+        faults: Those of the status.
+        group: The reports to show: those whose names begin so, up to a "/"; by default the losses, if there are some.
+    """
+    groups = sorted({name.split("/")[0] for name in history["reports"]}, key=lambda one: ("loss" not in one, one))
+    chosen = group if group in groups else next(iter(groups), None)
+    reports = {name: series for name, series in history["reports"].items() if name.split("/")[0] == chosen}
+    shares = {name[6:]: series for name, series in history["measured"].items() if name.startswith("share/")}
+    largest = sorted(shares, key=lambda name: -shares[name]["mean"][-1])
+    marks = [{"step": one["step"], "role": one["role"], "why": one["why"]} for one in faults if "step" in one]
+    return {
+        "groups": groups,
+        "group": chosen,
+        "reports": {name: _thinned(reports[name]) for name in list(reports)[:MOST_LINES]},
+        "shares": {name: _thinned(shares[name]) for name in largest[:MOST_LINES]},
+        "left_out": [max(0, len(one) - MOST_LINES) for one in (reports, shares)],
+        "changes": history["changes"],
+        "faults": marks[-SHOWN_FAULTS:],
+    }
+
+
+def _thinned(series: Mapping[str, Sequence[float]]) -> list[list[float]]:
+    """Return steps and values of a series; of too many, the lowest and the highest of every few."""
+    steps, values = np.asarray(series["step"]), np.asarray(series["mean"])
+    every = -(-2 * len(steps) // LINE_POINTS)
+    if every > 2:
+        runs = [(at, values[at : at + every]) for at in range(0, len(values), every)]
+        kept = np.unique([at + found for at, run in runs for found in (run.argmin(), run.argmax())])
+        steps, values = steps[kept], values[kept]
+    return [steps.tolist(), values.tolist()]
 
 
 def shown_samples(plan: LoadingPlan, bucket: int) -> dict[str, Any]:

@@ -239,6 +239,11 @@ class DataLoader:
         return None if self._launch_options is None else self._launch_options.layout
 
     @property
+    def dashboard(self) -> str | None:
+        """Where the live page is (`dashboard=PORT`), on the rank that launched the service, from the first step on."""
+        return None if self._service is None else self._service.dashboard
+
+    @property
     def device(self) -> torch.device:
         """Where batches go."""
         return self._device

@@ -94,6 +94,17 @@ class Change:
             head["count"] = self.count
         return head | ({"id": self.id} if self.id else {})
 
+    def mark(self) -> dict[str, Any]:
+        """Return what a history of the run says of the change.
+
+        Example:
+            >>> Change("park", 7, source="web").mark(), Change("skip", 9, count=2).mark()
+            ({'step': 7, 'kind': 'park', 'of': 'web'}, {'step': 9, 'kind': 'skip', 'of': '2'})
+        """
+        source = self.source if self.add is None else self.add.name
+        kind = self.kind if self.kind != "sources" else "remove" if self.add is None else "add"
+        return {"step": self.at, "kind": kind, "of": source or str(self.mesh or self.count or "")}
+
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Change:
         """Read the output of `to_json`; anything else raises one of several errors."""

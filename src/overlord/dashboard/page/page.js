@@ -1,6 +1,7 @@
 // The live page: it shows what the server looked at, and computes nothing but how it is drawn.
 const $ = id => document.getElementById(id);
-const SHOWN_POINTS = 1800, SPARK_POINTS = 60;
+const SHOWN_POINTS = 1800, SPARK_POINTS = 60, ROW = 34, SHOWN_ROWS = 20;
+const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#999933", "#882255", "#44aa99", "#7f7f7f", "#aa4466"];
 
 function count(value) {
   if (value === null || value === undefined) return "–";
@@ -10,33 +11,68 @@ function count(value) {
 }
 const bytes = value => value === null || value === undefined ? "–" : count(value) + "B";
 const percent = value => value === null || value === undefined ? "–" : (100 * value).toFixed(100 * value < 10 ? 1 : 0) + " %";
+const several = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
 const clock = seconds => new Date(1e3 * seconds).toLocaleTimeString();
+let inks = {};
+const ink = name => inks[name] ??= getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const seenNow = id => {
+  const place = $(id).getBoundingClientRect();
+  return !document.hidden && place.bottom >= 0 && place.top <= innerHeight;
+};
 
 function element(name, text, more = {}) {
   const made = document.createElement(name);
   if (text !== undefined) made.textContent = text;  // never markup: names come from a user's files
   return Object.assign(made, more);
 }
-function cells(row, values) {
-  while (row.cells.length > values.length) row.deleteCell(-1);
+function cells(row, values, classes = []) {
   values.forEach((value, at) => {
-    const cell = row.cells[at] ?? row.insertCell();
-    if (cell.textContent !== value) cell.textContent = value;
+    const cell = row.cells[at] ?? row.insertCell(), kind = classes[at] ?? "";
+    if (cell.className !== kind) cell.className = kind;
+    if (value !== null && cell.textContent !== value) cell.textContent = value;
   });
 }
+// A table of any length, of which the document has only the rows that can be seen: `fill(row, one)` shows one of them.
+function tableOf(id, fill) {
+  const body = $(id), box = body.closest(".scroll"), above = element("tbody"), below = element("tbody");
+  body.before(above); body.after(below);
+  let all = [], drawing = false;
+  const draw = () => {
+    drawing = false;
+    const first = Math.max(0, Math.min(Math.floor(box.scrollTop / ROW) - 4, all.length - SHOWN_ROWS)), shown = all.slice(first, first + SHOWN_ROWS);
+    for (const [part, rows] of [[above, first], [below, all.length - first - shown.length]]) {
+      part.hidden = !rows;
+      (part.rows[0] ?? part.insertRow()).style.height = `${ROW * rows}px`;
+    }
+    while (body.rows.length > shown.length) body.deleteRow(-1);
+    shown.forEach((one, at) => fill(body.rows[at] ?? body.insertRow(), one));
+  };
+  box.addEventListener("scroll", () => { if (!drawing) { drawing = true; requestAnimationFrame(draw); } }, { passive: true });
+  return rows => { all = rows; draw(); };
+}
+function spark(canvas, values) {
+  const pen = canvas.getContext("2d"), { width, height } = canvas, most = Math.max(...values, 1e-9);
+  pen.clearRect(0, 0, width, height);
+  pen.strokeStyle = ink("--blue"); pen.lineWidth = 2; pen.beginPath();
+  values.forEach((value, x) => pen[x ? "lineTo" : "moveTo"](width * x / (SPARK_POINTS - 1), height - 2 - (height - 4) * value / most));
+  pen.stroke();
+}
+async function get(path, more = {}) {
+  try { return await (await fetch(path, more)).json(); } catch (error) { return { error: `The page's server does not answer (${error.message}).` }; }
+}
 
-// Lines. uPlot draws from columns: the time, and one or two series.
-const ink = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+// Lines over the time. uPlot draws from columns: the time, and one or two series.
 const columns = { at: [], step: [], steps_per_s: [], tokens_per_s: [], waited: [], views_bytes: [], read_bytes: [] };
 const plots = [];
+const axis = () => ({ stroke: ink("--soft"), grid: { stroke: ink("--line"), width: 1 }, ticks: { stroke: ink("--line") }, font: "12px system-ui" });
+const fromZero = { range: (u, low, high) => [0, high > 0 ? 1.1 * high : 1] };
 function plot(id, series, scale = value => value) {
-  const axis = { stroke: ink("--soft"), grid: { stroke: ink("--line"), width: 1 }, ticks: { stroke: ink("--line") }, font: "12px system-ui" };
   const colours = [ink("--blue"), ink("--red")];
   const data = () => [columns.at, ...series.map(([name]) => columns[name].map(value => value === null ? null : scale(value)))];
   const made = new uPlot({
     width: $(id).clientWidth, height: 180, legend: { show: series.length > 1, live: false }, cursor: { drag: { x: true, y: false } },
-    scales: { y: { range: (u, low, high) => [0, high > 0 ? 1.1 * high : 1] } },
-    axes: [axis, { ...axis, size: 56, values: (u, ticks) => ticks.map(count) }],
+    scales: { y: fromZero },
+    axes: [axis(), { ...axis(), size: 56, values: (u, ticks) => ticks.map(count) }],
     series: [{}, ...series.map(([, label], at) => ({ label, stroke: colours[at], width: 1.8, points: { show: false } }))],
   }, data(), $(id));
   plots.push({ id, made, data });
@@ -44,7 +80,7 @@ function plot(id, series, scale = value => value) {
 function openPlots() {
   for (const { id, made } of plots.splice(0)) { made.destroy(); $(id).replaceChildren(); }
   plot("plot-steps", [["steps_per_s", "steps/s"]]);
-  plot("plot-waited", [["waited", "waiting"]]);
+  plot("plot-waited", [["waited", "waiting"]], value => 100 * value);
   plot("plot-tokens", [["tokens_per_s", "tokens/s"]]);
   plot("plot-bytes", [["views_bytes", "batches"], ["read_bytes", "rows read"]], value => value / 1e6);
 }
@@ -52,17 +88,19 @@ let drawing = false;
 function draw() {
   if (drawing || document.hidden) return;
   drawing = true;
-  requestAnimationFrame(() => { drawing = false; for (const one of plots) one.made.setData(one.data()); });
+  requestAnimationFrame(() => { drawing = false; if (seenNow("now")) for (const one of plots) one.made.setData(one.data()); });
 }
-new ResizeObserver(() => { for (const { id, made } of plots) made.setSize({ width: $(id).clientWidth, height: 180 }); }).observe(document.querySelector("main"));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { openPlots(); drawHeat(); });
+new ResizeObserver(() => {
+  for (const { id, made } of plots) made.setSize({ width: $(id).clientWidth, height: 180 });
+  for (const one of steeringPlots) one.setSize({ width: one.root.parentElement.clientWidth, height: 200 });
+}).observe(document.querySelector("main"));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { inks = {}; openPlots(); drawHeat(); steeringLook = ""; drawSteering(); });
 
-// Sources: a table that keeps its rows; 306 of them are updated in place.
+// Sources.
 const HEADS = [["name", "source"], ["format", "format"], ["planned_share", "planned"], ["realised_share", "realised"],
   ["tokens_per_s", "tokens/s"], ["", ""], ["waited_share", "waited for"], ["samples", "samples"], ["epoch", "epoch"], ["workers", "workers"],
   ["buffer_bytes", "buffer"], ["bad", "bad"], ["skipped", "skipped"], ["state", "state"]];
-let sources = [], sortBy = "planned_share", downwards = true, chosen = null;
-const rowOf = new Map(), sparks = new Map();
+let sources = [], sortBy = "planned_share", downwards = true, chosen = null, sparks = {};
 for (const [key, title] of HEADS) {
   const head = element("th"), button = element("button", title);
   head.scope = "col";
@@ -71,47 +109,26 @@ for (const [key, title] of HEADS) {
   $("source-heads").append(head);
 }
 $("find").oninput = () => showSources();
-const stateOf = one => one.removed ? "removed" : one.parked ? `parked since step ${one.parked.since}` : one.finished ? "ended" : "";
+const stateOf = one => one.removed ? "removed" : one.parked ? `parked at ${one.parked.since}` : one.finished ? "ended" : "";
+const sourceRows = tableOf("source-rows", (row, one) => {
+  cells(row, [one.name, one.format, percent(one.planned_share), percent(one.realised_share), count(one.tokens_per_s), null,
+    percent(one.waited_share), count(one.samples), count(one.epoch), count(one.workers), bytes(one.buffer_bytes), count(one.bad), count(one.skipped), stateOf(one)],
+  ["left", "left", "", "", "", "", "", "", "", "", "", one.bad ? "fault" : ""]);
+  const cell = row.cells[5];
+  if (!cell.firstChild) cell.append(element("canvas", undefined, { width: 160, height: 36 }));
+  spark(cell.firstChild, sparks[one.name] ?? []);
+  row.tabIndex = 0;
+  row.onclick = () => { chosen = chosen === one.name ? null : one.name; showDetail(); };
+  row.onkeydown = event => { if (event.key === "Enter") row.onclick(); };
+});
 function showSources() {
   const part = $("find").value.toLowerCase();
   const shown = sources.filter(one => one.name.toLowerCase().includes(part));
   const value = one => sortBy === "state" ? stateOf(one) : one[sortBy] ?? -1;
   shown.sort((a, b) => (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : 0) * (downwards ? -1 : 1));
-  const body = $("source-rows");
-  shown.forEach((one, at) => {
-    let row = rowOf.get(one.name);
-    if (!row) {
-      row = element("tr", undefined, { tabIndex: 0 });
-      row.onclick = () => { chosen = chosen === one.name ? null : one.name; showDetail(); };
-      row.onkeydown = event => { if (event.key === "Enter") row.onclick(); };
-      rowOf.set(one.name, row);
-    }
-    const texts = [one.name, one.format, percent(one.planned_share), percent(one.realised_share), count(one.tokens_per_s), null,
-      percent(one.waited_share), count(one.samples), count(one.epoch), count(one.workers), bytes(one.buffer_bytes), count(one.bad), count(one.skipped), stateOf(one)];
-    texts.forEach((text, column) => {
-      const cell = row.cells[column] ?? row.insertCell();
-      if (text === null) { if (!cell.firstChild) cell.append(element("canvas", undefined, { width: 160, height: 36 })); return; }
-      if (cell.textContent !== text) cell.textContent = text;
-      cell.className = column < 2 ? "left" : column === 11 && one.bad ? "fault" : "";
-    });
-    if (body.rows[at] !== row) body.insertBefore(row, body.rows[at] ?? null);
-  });
-  while (body.rows.length > shown.length) body.rows[body.rows.length - 1].remove();
+  sourceRows(shown);
   $("source-count").textContent = `${shown.length} of ${sources.length}`;
-  drawSparks();
   showDetail();
-}
-function drawSparks() {
-  const frame = $("source-rows").parentElement.parentElement.getBoundingClientRect();
-  for (const [name, row] of rowOf) {
-    const at = row.isConnected && row.getBoundingClientRect();
-    if (!at || at.bottom < frame.top || at.top > frame.bottom) continue;  // only what can be seen
-    const values = sparks.get(name) ?? [], pen = row.cells[5].firstChild.getContext("2d"), most = Math.max(...values, 1);
-    pen.clearRect(0, 0, 160, 36);
-    pen.strokeStyle = ink("--blue"); pen.lineWidth = 2; pen.beginPath();
-    values.forEach((value, x) => pen[x ? "lineTo" : "moveTo"](160 * x / (SPARK_POINTS - 1), 34 - 32 * value / most));
-    pen.stroke();
-  }
 }
 function showDetail() {
   const one = sources.find(source => source.name === chosen), box = $("source-detail");
@@ -124,66 +141,173 @@ function showDetail() {
 }
 
 // Balance: one byte for each bucket and microbatch, drawn as pixels and scaled by the browser.
+const MOST_LINES = 640;
 let balance = null;
+const perLine = part => Math.ceil(part.buckets / MOST_LINES);  // buckets of a line of pixels: the one that stands out is drawn
+const linesOf = part => Math.ceil(part.buckets / perLine(part));
+function standsOut(part, line, microbatch) {
+  const load = bucket => part.bytes[bucket * part.microbatches + microbatch], first = line * perLine(part);
+  let found = first;
+  for (let bucket = first + 1; bucket < Math.min(part.buckets, first + perLine(part)); bucket++)
+    if (Math.abs(load(bucket) - 128) > Math.abs(load(found) - 128)) found = bucket;
+  return found;
+}
 function drawHeat() {
-  const canvas = $("heat");
-  if (!balance) return;
-  const { buckets, microbatches, loads } = balance;
-  canvas.width = microbatches; canvas.height = buckets;
-  const pen = canvas.getContext("2d"), picture = pen.createImageData(microbatches, buckets);
-  const blue = [0, 114, 178], orange = [213, 94, 0];
-  for (let at = 0; at < buckets * microbatches; at++) {
-    const load = parseInt(loads.substr(2 * at, 2), 16), apart = (load - 128) / 128;
-    // Half of the mean more or less has the full colour; an empty microbatch has none.
-    picture.data.set([...(apart > 0 ? orange : blue), load === 0 ? 0 : 30 + 225 * Math.min(1, 2 * Math.abs(apart))], 4 * at);
+  for (const name of balance ? ["before", "after"] : []) {
+    const part = balance[name], canvas = $(`heat-${name}`), wide = part.microbatches, high = linesOf(part);
+    canvas.width = wide; canvas.height = high;
+    const pen = canvas.getContext("2d"), picture = pen.createImageData(wide, high), { data } = picture;
+    for (let at = 0; at < wide * high; at++) {
+      const load = part.bytes[standsOut(part, Math.floor(at / wide), at % wide) * wide + at % wide], [red, green, blue] = load > 128 ? [213, 94, 0] : [0, 114, 178];
+      data[4 * at] = red; data[4 * at + 1] = green; data[4 * at + 2] = blue;
+      data[4 * at + 3] = load === 0 ? 0 : 30 + 225 * Math.min(1, Math.abs(load - 128) / 64);  // half of the mean more or less has the full colour
+    }
+    pen.putImageData(picture, 0, 0);
   }
-  pen.putImageData(picture, 0, 0);
 }
 async function lookAtBalance() {
-  const place = $("balance").getBoundingClientRect();
-  if (document.hidden || place.bottom < 0 || place.top > innerHeight) return;
+  if (!seenNow("balance")) return;
   const found = await get("balance");
   if (found.error) { $("balance-words").textContent = found.error; return; }
   balance = found;
-  const sizes = found.cp_sizes ? `; sequences are shared by ${found.cp_sizes.join(", ")} ranks` : "";
-  const ratio = found.max_over_mean === null ? "" : `; the fullest bucket has ${found.max_over_mean.toFixed(3)} of the mean`;
-  $("balance-words").textContent = `Step ${found.step}, mesh ${found.mesh}: ${count(found.buckets)} ${found.axis} buckets, ` +
-    `${found.microbatches} microbatches, ${count(found.mean)} tokens in one on average, ${count(found.most)} at most${ratio}${sizes}.`;
+  for (const part of [found.before, found.after]) part.bytes = Uint8Array.from(atob(part.loads), letter => letter.charCodeAt(0));
+  const sizes = found.cp_sizes ? `; sequences are shared by ${found.cp_sizes.join(", ")} ranks` : "", { before, after } = found;
+  $("balance-words").textContent = `Step ${found.step}, mesh ${found.mesh}: ${count(after.buckets)} ${found.axis} buckets, ` +
+    `${after.microbatches} microbatches, ${count(found.mean)} tokens in one on average, ${count(found.most)} at most${sizes}.`;
+  $("before-words").textContent = `As drawn, dealt in turn: ${before.in_lockstep.toFixed(2)} times an even step`;
+  $("after-words").textContent = `As planned: ${after.in_lockstep.toFixed(2)} times an even step`;
   drawHeat();
 }
-$("heat").onclick = event => {
+$("heat-after").onclick = event => {
   if (!balance) return;
-  const frame = $("heat").getBoundingClientRect();
+  const frame = $("heat-after").getBoundingClientRect(), part = balance.after;
+  const share = (value, of, parts) => Math.max(0, Math.min(parts - 1, Math.floor(parts * value / of)));
   $("ask-step").value = balance.step;
-  $("ask-bucket").value = Math.min(balance.buckets - 1, Math.floor(balance.buckets * (event.clientY - frame.top) / frame.height));
+  $("ask-bucket").value = standsOut(part, share(event.clientY - frame.top, frame.height, linesOf(part)), share(event.clientX - frame.left, frame.width, part.microbatches));
   ask();
   $("samples").scrollIntoView();
 };
 
-// Samples of one bucket of a step.
-async function get(path) {
-  try { return await (await fetch(path)).json(); } catch (error) { return { error: `The page's server does not answer (${error.message}).` }; }
+// Steering: what was reported, the shares of the mixture, changes and faults, on one axis of steps.
+let steering = null, steeringPlots = [], steeringLook = "";
+function drawMarks(u) {
+  const { ctx: pen, bbox } = u, { min, max } = u.scales.x;
+  pen.save();
+  pen.lineWidth = 1.5 * devicePixelRatio;
+  for (const [marks, colour, dash] of [[steering.changes, "--blue", [5, 4]], [steering.faults, "--red", []]]) {
+    pen.strokeStyle = ink(colour); pen.setLineDash(dash.map(part => part * devicePixelRatio));
+    pen.beginPath();
+    for (const x of new Set(marks.filter(one => one.step >= min && one.step <= max).map(one => Math.round(u.valToPos(one.step, "x", true))))) {
+      pen.moveTo(x, bbox.top); pen.lineTo(x, bbox.top + bbox.height);
+    }
+    pen.stroke();
+  }
+  pen.restore();
 }
+function steeringData() {
+  const reports = Object.values(steering.reports), shares = Object.values(steering.shares), newest = columns.step.at(-1) ?? null;
+  const steps = [...new Set([...[...reports, ...shares].flatMap(([at]) => at), ...[...steering.changes, ...steering.faults].map(one => one.step), ...(newest === null ? [] : [newest])])].sort((a, b) => a - b);
+  const at = new Map(steps.map((step, place) => [step, place]));
+  const spread = ([when, values]) => { const line = new Array(steps.length).fill(null); when.forEach((step, place) => { line[at.get(step)] = values[place]; }); return line; };
+  const held = line => { let last = null; return line.map(value => last = value ?? last); };  // a share holds until it changes
+  return [[steps, ...reports.map(spread)], [steps, ...shares.map(line => held(spread(line)))]];
+}
+function drawSteering() {
+  if (!steering) return;
+  const data = steeringData(), names = [Object.keys(steering.reports), Object.keys(steering.shares)], look = JSON.stringify(names);
+  if (look === steeringLook) { steeringPlots.forEach((one, part) => setTimeout(() => one.setData(data[part]), 50 * part)); return; }  // in frames of their own
+  for (const one of steeringPlots) one.destroy();
+  steeringLook = look;
+  const last = label => label.split("/").at(-1), known = [...new Set(names.flat().map(last))].sort();  // a source has one colour in both
+  steeringPlots = ["plot-reports", "plot-shares"].map((id, part) => new uPlot({
+    width: $(id).clientWidth, height: 200, cursor: { sync: { key: "steps" }, drag: { x: true, y: false } },
+    scales: { x: { time: false }, y: part ? fromZero : {} },
+    axes: [{ ...axis(), values: (u, ticks) => ticks.map(count) }, { ...axis(), size: 56, values: (u, ticks) => ticks.map(part ? percent : count) }],
+    series: [{ label: "step", value: (u, value) => count(value) }, ...names[part].map(label => ({
+      label, stroke: COLOURS[known.indexOf(last(label)) % COLOURS.length], width: 1.8, spanGaps: true, points: { show: false },
+      value: (u, value) => part ? percent(value) : count(value), ...(part ? { paths: uPlot.paths.stepped({ align: 1 }) } : {}),
+    }))],
+    hooks: { draw: [drawMarks] },
+  }, data[part], $(id)));
+}
+const MADE = { mixture: "the mixture was set", skip: "global batches passed over:", mesh: "the mesh became", add: "added", remove: "removed", park: "parked", return: "returned" };
+async function lookAtSteering(event) {
+  if (!event && !seenNow("steering")) return;
+  const found = await get(`steering?group=${encodeURIComponent($("group").value)}`);
+  if (found.error) { $("steering-words").textContent = found.error; return; }
+  steering = found;
+  const box = $("group"), more = found.left_out[0] + found.left_out[1];
+  if ([...box.options].map(one => one.value).join() !== found.groups.join()) box.replaceChildren(...found.groups.map(name => element("option", name, { value: name })));
+  box.value = found.group ?? "";
+  box.hidden = !found.groups.length;
+  $("steering-words").textContent = (found.groups.length ? "" : "Trainers have reported nothing so far (client.report). ") +
+    `${several(found.changes.length, "live change")}, ${several(found.faults.length, "fault")}${more ? `; ${more} further lines are left out` : ""}.`;
+  const listed = [...found.changes.map(one => [one.step, `step ${one.step}: ${MADE[one.kind]} ${one.of}`]), ...found.faults.map(one => [one.step, `step ${one.step}: the ${one.role} ${one.why}`])];
+  $("marks").replaceChildren(...listed.sort((a, b) => b[0] - a[0]).slice(0, 12).map(([, text]) => element("li", text)));
+  drawSteering();
+}
+$("group").onchange = lookAtSteering;
+
+// Changes: only with a token, which the address may bring.
+const HINTS = { set_mixture: "Weights, as name=weight with commas between", park_source: "Name of the source", return_source: "Name of the source",
+  skip_steps: "How many global batches", reshard: "The new mesh, such as dp=8,tp=2" };
+const brought = new URLSearchParams(location.hash.slice(1)).get("token");
+if (brought) { sessionStorage.setItem("token", brought); history.replaceState(null, "", location.pathname); }
+$("change-token").value = sessionStorage.getItem("token") ?? "";
+$("change-what").onchange = () => {
+  const what = $("change-what").value;
+  $("change-hint").textContent = HINTS[what];
+  $("change-value").value = what !== "set_mixture" ? "" : sources.filter(one => !one.removed).map(one => `${one.name}=${Number(one.planned_share.toPrecision(4))}`).join(", ");
+};
+function changeValue(what, text) {
+  if (what === "skip_steps") return Number(text);
+  if (what !== "set_mixture") return text.trim();
+  return Object.fromEntries(text.split(/[,\n]/).filter(part => part.trim()).map(part => {
+    const at = part.lastIndexOf("="), weight = Number(part.slice(at + 1));
+    if (at < 0 || part.slice(at + 1).trim() === "" || Number.isNaN(weight)) throw new Error(`"${part.trim()}" is not name=weight; nothing was changed.`);
+    return [part.slice(0, at).trim(), weight];
+  }));
+}
+$("change").onsubmit = async event => {
+  event.preventDefault();
+  const what = $("change-what").value, step = $("change-at").value, words = $("change-words");
+  let found;
+  try {
+    const body = JSON.stringify({ change: what, value: changeValue(what, $("change-value").value), at_step: step === "" ? null : Number(step) });
+    sessionStorage.setItem("token", $("change-token").value);
+    found = await get("change", { method: "POST", body, headers: { "x-overlord-token": $("change-token").value } });
+  } catch (error) { found = { error: error.message }; }
+  words.className = found.error ? "refused" : "";
+  words.textContent = found.error ?? `It holds from step ${found.step} on.`;
+  if (!found.error) lookAtSteering(event);
+};
+
+// Samples of one bucket of a step.
+const sampleRows = tableOf("sample-rows", (row, one) =>
+  cells(row, [one.id, String(one.microbatch), one.source, String(one.epoch), String(one.from), count(one.tokens)], ["", "", "left"]));
 async function ask(event) {
   event?.preventDefault();
   const step = $("ask-step").value, found = await get(`samples?bucket=${$("ask-bucket").value || 0}${step === "" ? "" : `&step=${step}`}`);
-  $("sample-words").textContent = found.error ?? `Step ${found.step}, bucket ${found.bucket} (ranks ${found.ranks.join(", ")}): ${found.samples.length} pieces.`;
-  const body = $("sample-rows");
-  body.replaceChildren(...(found.samples ?? []).map(one => {
-    const row = element("tr");
-    cells(row, [one.id, String(one.microbatch), one.source, String(one.epoch), String(one.from), count(one.tokens)]);
-    row.cells[2].className = "left";
-    return row;
-  }));
+  $("sample-words").textContent = found.error ?? `Step ${found.step}, bucket ${found.bucket} (${found.ranks.length === 1 ? "rank" : "ranks"} ${found.ranks.join(", ")}): ${several(found.samples.length, "piece")}.`;
+  sampleRows(found.samples ?? []);
 }
 $("ask").onsubmit = ask;
 
 // What was looked at.
+const hostRows = tableOf("host-rows", (row, one) =>
+  cells(row, [one.role, one.host ?? "", String(one.pid), one.up ? "yes" : "no", String(one.generation), String(one.restarts)], ["", "left", "", one.up ? "" : "fault"]));
+let hosts = [];
+function showTables() {  // those that can be seen, and empty ones
+  if (seenNow("sources") || !$("source-rows").rows.length) showSources();
+  if (seenNow("hosts") || !$("host-rows").rows.length) hostRows(hosts);
+}
+addEventListener("scrollend", showTables);
 function show(seen) {
   $("about").textContent = `${seen.address} · overlord ${seen.version} · looked at ${clock(seen.at)}`;
   $("live").textContent = seen.lost ? "the service does not answer" : "live";
   $("live").className = seen.lost ? "lost" : "";
-  if (seen.at > (columns.at.at(-1) ?? 0)) Object.keys(columns).forEach((name, at) => { columns[name].push(seen.point[at]); if (columns[name].length > SHOWN_POINTS) columns[name].shift(); });
+  const fresh = seen.at > (columns.at.at(-1) ?? 0);
+  if (fresh) Object.keys(columns).forEach((name, at) => { columns[name].push(seen.point[at]); if (columns[name].length > SHOWN_POINTS) columns[name].shift(); });
   draw();
   if (seen.lost) { $("sentence").textContent = seen.lost; $("sentence").className = "failing"; return; }
   $("sentence").textContent = seen.sentence;
@@ -194,27 +318,26 @@ function show(seen) {
     `store ${seen.store?.place ?? "none"}`].map(text => element("li", text)));
   const { rates, clients } = seen;
   const behind = clients.last === null || clients.first === clients.last ? "all ranks" : `the last rank is at ${clients.first}`;
-  const tiles = [["step", count(rates.step), behind], ["steps/s", count(rates.steps_per_s), "over ten looks"],
-    ["tokens/s", count(rates.tokens_per_s), "drawn"], ["waiting", percent(rates.waited), "of the time"],
+  const tiles = [["step", count(rates.step), behind], ["steps/s", count(rates.steps_per_s), "over ten looks", "steps_per_s"],
+    ["tokens/s", count(rates.tokens_per_s), "drawn", "tokens_per_s"], ["waiting", percent(rates.waited), "of the time", "waited"],
     ["planned ahead", count(seen.next_step - 1 - (rates.step ?? -1)), "steps"], ["restarts", count(seen.restarts), "of the service"]];
   const frame = $("tiles");
   while (frame.children.length < tiles.length) { const box = element("div"); box.append(element("dt"), element("dd"), element("dd")); frame.append(box); }
-  tiles.forEach((texts, at) => texts.forEach((text, part) => { frame.children[at].children[part].textContent = text; }));
-  sources = seen.sources;
-  for (const one of sources) {
-    const values = sparks.get(one.name) ?? [];
+  tiles.forEach(([title, value, detail, line], at) => {
+    const box = frame.children[at];
+    [title, value, detail].forEach((text, part) => { if (box.children[part].textContent !== text) box.children[part].textContent = text; });
+    if (line && !box.children[3]) box.append(element("canvas", undefined, { width: 240, height: 44 }));
+    if (line) spark(box.children[3], columns[line].slice(-SPARK_POINTS).map(one => one ?? 0));
+  });
+  sources = seen.sources.name.map((_, at) => Object.fromEntries(Object.entries(seen.sources).map(([key, values]) => [key, values[at]])));
+  hosts = seen.hosts;
+  if (fresh) for (const one of sources) {
+    const values = sparks[one.name] ??= [];
     values.push(one.tokens_per_s ?? 0);
     if (values.length > SPARK_POINTS) values.shift();
-    sparks.set(one.name, values);
   }
-  if (!document.hidden) showSources();
-  const rows = $("host-rows");
-  while (rows.rows.length > seen.hosts.length) rows.deleteRow(-1);
-  seen.hosts.forEach((one, at) => {
-    const row = rows.rows[at] ?? rows.insertRow();
-    cells(row, [one.role, one.host ?? "", String(one.pid), one.up ? "yes" : "no", String(one.generation), String(one.restarts)]);
-    row.cells[1].className = "left"; row.cells[3].className = one.up ? "" : "fault";
-  });
+  showTables();
+  if (seen.changes && $("change").hidden) { $("change").hidden = false; $("change-what").onchange(); }
   const words = [...seen.faults.map(one => [one.at, `${clock(one.at)} the ${one.role} ${one.why}; ${one.took_s === undefined ? "being replaced" : `back after ${one.took_s.toFixed(2)} s`}`]),
     ...seen.scaling.map(one => [0, `step ${one.step}: ${one.source} ${one.before} → ${one.after} workers: ${one.why}`])];
   $("faults").replaceChildren(...words.reverse().map(([, text]) => element("li", text)));
@@ -223,10 +346,17 @@ function show(seen) {
 function follow() {
   openPlots();
   const stream = new EventSource("events");
-  stream.addEventListener("history", event => { const past = JSON.parse(event.data); for (const name in columns) columns[name] = [...past[name]]; });
+  stream.addEventListener("history", event => {
+    const past = JSON.parse(event.data);
+    for (const name in columns) columns[name] = [...past[name]];
+    sparks = past.sources;
+  });
   stream.addEventListener("now", event => show(JSON.parse(event.data)));
   stream.onerror = () => { $("live").textContent = "the page's server does not answer"; $("live").className = "lost"; };
-  setInterval(lookAtBalance, 3000);
-  lookAtBalance();
+  for (const look of [lookAtBalance, lookAtSteering]) {
+    setInterval(() => look(), 3000);
+    addEventListener("scrollend", () => { if (!balance || !steering) look(); });
+    look();
+  }
 }
 if (window.uPlot) follow(); else addEventListener("load", follow);

@@ -38,6 +38,7 @@ from overlord.runtimes.launching.add_source import journal_last_source, with_sou
 from overlord.runtimes.launching.deployment import (
     base_weights,
     first_needs,
+    limits_of,
     plan_first_step,
     start_planner,
     state_to_resume,
@@ -253,17 +254,18 @@ class PlannerHost(RoleHost):
             for i, name in enumerate(names)
         }
         newest_plan = max(planner.next_step - 1, planner.first_step)
-        coming = planner.meshes.after(newest_plan)
+        mesh, coming = planner.meshes.at(newest_plan), planner.meshes.after(newest_plan)
         return {
             "runtime": self._environment.runtime or (cluster.engine if cluster is not None else "ray"),
             "pid": os.getpid(),
             "restarts": 0,
-            "mesh": str(planner.meshes.at(newest_plan)),
+            "mesh": str(mesh),
             "next_mesh": None if coming is None else {"step": coming[0], "mesh": str(coming[1])},
             "planner": {
                 "next_step": planner.next_step,
                 "first_step": planner.first_step,
                 "waits_for_report": planner.missing_report(planner.next_step),
+                "limits": dataclasses.asdict(limits_of(self._prepared.job, self._options.layout, mesh)),
                 "traffic": self._traffic(),
             },
             "store": planner.checkpoints.store.status(),

@@ -323,6 +323,8 @@ KEPT_LABELS = 64
 """Steps of which it is remembered what does not decode: a host that asks later tells it again."""
 MEASURED_SHARES = 100
 """Sources whose share of the mixture is noted over the steps: those with the largest."""
+MOST_MARKS = 500
+"""Changes of a run that its history names: the newest."""
 STATUS_S = 1.0
 """status() waits this long for the planner's lock, then reads without it."""
 
@@ -571,7 +573,8 @@ class SharedPlanner:
             with self._changed:
                 both = (self._planner.inputs.history, self._measured)
                 reported, measured = (history.points(request.names) for history in both)
-            return Document({"reports": reported, "measured": measured})
+                changes = [change.mark() for change in self._planner.inputs.changes[-MOST_MARKS:]]
+            return Document({"reports": reported, "measured": measured, "changes": changes})
         self._check_not_rewound()
         if isinstance(request, msg.Join):
             return self.durably(self._join, request)

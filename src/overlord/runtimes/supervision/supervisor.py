@@ -373,6 +373,7 @@ class Supervisor:
         self.table.publish()
         for one, why in lost:
             fault = {"role": one.site.name, "why": why, "generation": one.generation, "promoted": promoted}
+            fault["step"] = max(self._served, self.first_step)  # the newest that a trainer was known to have
             fault["at"] = time.time()  # when all roles had been told which host to call instead
             self.faults.append(fault)
             self._spawn(lambda one=one, fault=fault: self._replace(one, fault))  # type: ignore[misc]
