@@ -115,6 +115,27 @@ def test_rows_are_those_of_the_librarys_own_reader(case: Case, path: Path):
     assert check_reader(case.format, path, rows=expected(case), flips=8) == len(expected(case))
 
 
+@pytest.mark.parametrize("batch_rows", [1, 7, 100])
+def test_rows_of_lance_are_those_of_its_reader(batch_rows: int, lance_path: Path, open_source):
+    lance = pytest.importorskip("lance")
+    table = lance.dataset(lance_path).to_table()
+    assert len({fragment.fragment_id for fragment in lance.dataset(lance_path).get_fragments()}) > 3
+    rows = read_all(open_source(lance_path), batch_rows)
+    assert set(table.column_names) <= set(rows[0])
+    for row, same in zip(rows, table.to_pylist(), strict=True):
+        for name, value in same.items():
+            found = row[name].decode() if isinstance(value, str) else row[name]
+            assert found == (b"".join(value) if name == "parts" else value) and not row["__bad__"]
+
+
+def test_records_of_array_record_are_those_of_its_reader(open_source):
+    library = pytest.importorskip("array_record.python.array_record_module")
+    path = DATA / "array_record" / "rows.array_record"
+    reader = library.ArrayRecordReader(str(path))
+    assert [row["record"] for row in read_all(open_source(path, columns=["record"]))] == reader.read_all()
+    reader.close()
+
+
 def job_of(path: Path, case: Case, shuffle_bytes: int) -> ol.Job:
     sample = ol.Text(case.tokens, tokenized=True)
     source = ol.Source("web", str(path), sample=sample, shuffle_bytes=shuffle_bytes, tolerance=1)
