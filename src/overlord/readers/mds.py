@@ -89,7 +89,7 @@ class MdsReader:
             yield Shard(rows, encodings, sizes, data, table)
 
     def index(self, file: StoredFile, columns: Sequence[str]) -> BlockIndex:
-        """Cut the samples of a shard into blocks by their places; samples are read only where there is a hash of them."""
+        """Cut the samples of a shard into blocks by their places; they are read only where they have a hash."""
         if file.beside is None:
             _verify_hash(file)
         with self.open(file) as shard:
