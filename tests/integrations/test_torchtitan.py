@@ -114,7 +114,7 @@ def merged(ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_run_resumes_exactly_on_another_number_of_ranks(job_file, cache, tmp_path):
     whole = merged(run_ranks(train, 1, tmp_path / "a", 1, job_file, cache, str(tmp_path / "whole"), 20))
     merged(run_ranks(train, 1, tmp_path / "b", 1, job_file, cache, str(tmp_path / "parts"), 10))

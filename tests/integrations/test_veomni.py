@@ -139,7 +139,7 @@ def merged(ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_run_resumes_exactly_on_another_number_of_ranks(job, cache, tmp_path):
     """VeOmni keeps a file of extra state for each rank, so it goes on with as many ranks or fewer."""
     whole = merged(run_ranks(train, 1, tmp_path / "a", 1, job, cache, str(tmp_path / "whole"), 20, False))
