@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo demo-long test test-slow test-nightly test-all lint bench clean
+.PHONY: setup demo demo-long test test-slow test-trainers test-nightly test-all lint bench clean
 
 setup: $(READY)
 
@@ -51,11 +51,25 @@ test-slow: $(READY)
 test-nightly: $(READY)
 	$(BIN)/python -m pytest -q -m nightly tests -n $(JOBS) --dist worksteal --durations=20
 
-test-all: test test-slow test-nightly
+# torchtitan, DeepSpeed and VeOmni: in a venv that has their versions in front of those of the development install.
+TRAINERS := .venv-trainers
+$(TRAINERS)/.ready: tests/integrations/trainers.txt $(READY)
+	$(BIN)/python -m venv --clear --without-pip $(TRAINERS)
+	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' > \
+		"$$($(TRAINERS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/development.pth"
+	DS_BUILD_OPS=0 $(BIN)/python -m pip --python $(TRAINERS)/bin/python install --quiet --disable-pip-version-check \
+		--no-deps --no-build-isolation -r tests/integrations/trainers.txt
+	@touch $@
+
+test-trainers: $(TRAINERS)/.ready
+	$(TRAINERS)/bin/python -m pytest -q --durations=5 \
+		tests/integrations/test_torchtitan.py tests/integrations/test_deepspeed.py tests/integrations/test_veomni.py
+
+test-all: test test-slow test-trainers test-nightly
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis overlord-demo
+	rm -rf $(VENV) $(TRAINERS) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis overlord-demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

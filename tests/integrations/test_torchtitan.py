@@ -1,8 +1,15 @@
-"""torchtitan on CPU: its own Config.build, CheckpointManager and optimizers, on our loader."""
+"""torchtitan on CPU: its own Config.build, CheckpointManager and optimizers, on our loader.
+
+Version 0.3 has rows of `seq_len` tokens and its loader in `components.dataloader`; what follows it has flat batches and
+`components.data.loader`. The tests ask for what the installed version's trainer asks for.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -18,12 +25,15 @@ from overlord.job_files import dump_job_yaml
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("torchtitan", reason="torchtitan is not installed")
-    from torchtitan.components.checkpoint import CheckpointManager
+    from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 
     from overlord.integrations.torchtitan import OverlordDataLoader
 
 CONTEXT = 64
+FLAT = importlib.util.find_spec("torchtitan.components.dataloader") is None
+ROWS = {"seq_len": CONTEXT, "local_batch_size": 1, "snapshot_every_n_steps": 20}
+TOKENS = {"max_context_length": CONTEXT, "num_tokens_per_batch": CONTEXT}
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
@@ -42,7 +52,7 @@ def job_file(tmp_path_factory):
 
 def build(folder, cache, dp, rank, **options):
     config = OverlordDataLoader.Config(job=str(folder / f"{dp}.yaml"), cache=cache)
-    options = {"seq_len": CONTEXT, "local_batch_size": 1, "snapshot_every_n_steps": 20} | options
+    options = options or (TOKENS if FLAT else ROWS)
     return config.build(dp_world_size=dp, dp_rank=rank, tokenizer=None, **options)
 
 
@@ -81,10 +91,11 @@ def train(rank, world, folder, cache, where, steps):
         dist.all_reduce(valid)
         total, seen = torch.zeros((), dtype=torch.float64), []
         for inputs, labels in items:
-            assert set(inputs) == {"input", "positions"} and inputs["input"].shape == labels.shape and labels.dim() == 2
+            assert set(inputs) == {"input", "positions"} and inputs["input"].shape == labels.shape
+            assert labels.dim() == (1 if FLAT else 2)
             seen += inputs["input"][inputs["input"] > 0].tolist()
             logits = model(inputs["input"], inputs["positions"])
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / valid
+            loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum") / valid
             loss.backward()
             total += loss.detach()
         for tensor in (total, *(parameter.grad for parameter in model.parameters())):
@@ -103,6 +114,7 @@ def merged(ranks):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_run_resumes_exactly_on_another_number_of_ranks(job_file, cache, tmp_path):
     whole = merged(run_ranks(train, 1, tmp_path / "a", 1, job_file, cache, str(tmp_path / "whole"), 20))
     merged(run_ranks(train, 1, tmp_path / "b", 1, job_file, cache, str(tmp_path / "parts"), 10))
@@ -115,11 +127,7 @@ def test_a_run_resumes_exactly_on_another_number_of_ranks(job_file, cache, tmp_p
 def test_flat_batches_and_rows(job_file, cache):
     with build(job_file, cache, 1, 0).loader as rows:
         assert rows.layout == ol.Layout("torchtitan", slicing="whole")
-    rows = build(job_file, cache, 1, 0)
-    flat = build(
-        job_file, cache, 1, 0, seq_len=None, local_batch_size=None, max_context_length=CONTEXT,
-        num_tokens_per_batch=CONTEXT,
-    )  # fmt: skip
+    rows, flat = build(job_file, cache, 1, 0, **ROWS), build(job_file, cache, 1, 0, **TOKENS)
     (inputs, labels), (flat_inputs, flat_labels) = next(iter(rows)), next(iter(flat))
     assert torch.equal(inputs["input"][0], flat_inputs["input"]) and torch.equal(labels[0], flat_labels)
     with pytest.raises(ol.SpecError, match=r"is 4, and the trainer saves a checkpoint after 1 microbatches, inside"):
@@ -138,4 +146,21 @@ def test_flat_batches_and_rows(job_file, cache):
 )
 def test_a_job_that_does_not_fit_is_refused(options, message, job_file, cache):
     with pytest.raises(ol.SpecError, match=message):
-        build(job_file, cache, 1, 0, **options)
+        build(job_file, cache, 1, 0, **ROWS | options)
+
+
+MOVED = """
+import sys, types, warnings
+warnings.simplefilter("ignore")
+import torchtitan.components.dataloader as real
+sys.modules["torchtitan.components.data"] = types.ModuleType("data")
+sys.modules["torchtitan.components.data.loader"] = real
+sys.modules["torchtitan.components.dataloader"] = None
+from overlord.integrations.torchtitan import OverlordDataLoader
+assert issubclass(OverlordDataLoader, real.BaseDataLoader)
+"""
+
+
+@pytest.mark.skipif(FLAT, reason="the installed version has the loader there")
+def test_the_import_path_of_later_versions_is_found():
+    subprocess.run([sys.executable, "-c", MOVED], check=True)

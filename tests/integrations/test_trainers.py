@@ -19,6 +19,7 @@ import overlord as ol
 from overlord.integrations.hf import OverlordTrainer, OverlordTrainerMixin
 from overlord.integrations.lightning import OverlordDataModule
 from overlord.integrations.torch_loader import DataLoader
+from overlord.integrations.torch_losses import SourceLosses
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
 MICROBATCHES = 2
@@ -160,6 +161,49 @@ def test_losses_of_sources_are_reported(job, cache, tmp_path):
     assert sorted(reported) == list(range(7))
     assert all(set(one) <= {"loss/web", "loss/code"} and one for one in reported.values())
     assert all(2 < loss < 8 for one in reported.values() for loss in one.values())
+
+
+def logits_of(batch):
+    """Return logits that follow from the tokens and positions of a microbatch, whatever its layout is."""
+    tokens = next(batch[key] for key in ("input_ids", "tokens", "input") if key in batch)
+    places = next(batch[key] for key in ("position_ids", "positions") if key in batch)
+    return torch.sin(tokens[..., None] * 0.7 + places[..., None] * 0.3 + torch.arange(64) * 0.1)
+
+
+def losses_reported(job, cache, layout, add):
+    """Return what is reported of each of three steps."""
+    reported = {}
+    with DataLoader(job, cache=cache, runtime="inline", layout=layout, device="cpu") as loader:
+        loader.report = reported.__setitem__
+        losses = SourceLosses(loader)
+        for _, step in zip(range(3), loader, strict=False):
+            for batch in step.microbatches:
+                add(losses, batch, step)
+    assert sorted(reported) == [0, 1, 2] and all(set(one) == {"loss/web", "loss/code"} for one in reported.values())
+    return [loss for step in range(3) for loss in reported[step].values()]
+
+
+@pytest.mark.parametrize("layout", ["megatron", "torchtitan"])
+def test_losses_of_sources_are_the_same_from_every_layout(layout, job, cache):
+    def add_losses(losses, batch, step):
+        """As Megatron's models do: the loss of every token."""
+        logits = logits_of(batch).float().flatten(0, -2)
+        each = torch.nn.functional.cross_entropy(logits, batch["labels"].flatten(), reduction="none")
+        losses.add(batch, each.view_as(batch["labels"]), step)
+
+    def add_logits(losses, batch, step):
+        losses.add(batch, logits_of(batch), step)
+
+    expected = losses_reported(job, cache, "hf", add_logits)
+    for add in (add_logits, add_losses):
+        assert losses_reported(job, cache, layout, add) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_microbatch_whose_step_is_not_known_is_refused(job, cache):
+    with DataLoader(job, cache=cache, runtime="inline") as loader:
+        batch = next(iter(loader)).microbatches[0]
+        with pytest.raises(ol.SpecError, match=r"the step of the microbatch is not known"):
+            SourceLosses(loader).add(batch, logits_of(batch))
 
 
 def test_another_number_of_microbatches_is_refused(job, cache, tmp_path):

@@ -74,22 +74,41 @@ def with_accelerate(loader, folder, steps, resume, seen):
 
 
 def with_hugging_face(loader, folder, steps, resume, seen):
-    from transformers import TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
-    from overlord.integrations.hf import OverlordTrainer
+    return with_trainer(Trainer, TrainingArguments, {}, {}, loader, folder, steps, resume, seen)
 
-    class Watched(OverlordTrainer):
+
+def with_trl(loader, folder, steps, resume, seen):
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, "w0"))
+    options = {"bf16": False, "dataset_kwargs": {"skip_prepare_dataset": True}, "gradient_checkpointing": False}
+    given = {
+        "processing_class": PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1"),
+        "train_dataset": Dataset.from_list([{"input_ids": [0], "labels": [0]}]),
+    }
+    return with_trainer(SFTTrainer, SFTConfig, options, given, loader, folder, steps, resume, seen)
+
+
+def with_trainer(trainer_class, config, options, given, loader, folder, steps, resume, seen):
+    from overlord.integrations.hf import OverlordTrainerMixin
+
+    class Watched(OverlordTrainerMixin, trainer_class):
         def get_train_dataloader(self):
             for batch in self.batches:
                 seen.append(batch.meta)
                 yield dict(batch)
 
-    args = TrainingArguments(
+    args = config(
         folder, max_steps=steps, gradient_accumulation_steps=MICROBATCHES // dist.get_world_size(), save_steps=SAVED,
         use_cpu=True, report_to=[], logging_steps=1, disable_tqdm=True, learning_rate=1e-2,
-        lr_scheduler_type="constant", save_total_limit=None,
+        lr_scheduler_type="constant", save_total_limit=None, **options,
     )  # fmt: skip
-    trainer = Watched(model=tiny_llama(), args=args, loader=loader)
+    trainer = Watched(model=tiny_llama(), args=args, loader=loader, **given)
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{SAVED}" if resume else None)
     losses = [one["loss"] for one in trainer.state.log_history if "loss" in one]
     return losses[SAVED:] if resume else losses
@@ -130,7 +149,12 @@ def with_lightning(loader, folder, steps, resume, seen):
     return losses
 
 
-TRAINERS = {"accelerate": with_accelerate, "hugging face": with_hugging_face, "lightning": with_lightning}
+TRAINERS = {
+    "accelerate": with_accelerate,
+    "hugging face": with_hugging_face,
+    "trl": with_trl,
+    "lightning": with_lightning,
+}
 
 
 def train(rank, world, job, cache, folder, resume):
@@ -156,7 +180,7 @@ def train(rank, world, job, cache, folder, resume):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_trainers_resume_on_another_number_of_ranks(job, cache, tmp_path):
     (whole,) = run_ranks(train, 1, tmp_path / "one", 1, job, cache, str(tmp_path), False)
     again = run_ranks(train, 2, tmp_path / "two", 2, job, cache, str(tmp_path), True)

@@ -28,7 +28,7 @@ import overlord as ol
 from overlord.core.ragged import unread_rows
 from overlord.errors import ReaderError, SourceError, SpecError
 from overlord.readers.files import StoredFile, list_files
-from overlord.readers.hooked import tfrecord
+from overlord.readers.hooked import array_record, tfrecord
 from overlord.readers.source_files import HOOKED, reader_of
 from overlord.testing import assert_resumes_anywhere, check_reader, stream_digests
 
@@ -113,6 +113,27 @@ def expected(case: Case) -> list[dict[str, Any]]:
 
 def test_rows_are_those_of_the_librarys_own_reader(case: Case, path: Path):
     assert check_reader(case.format, path, rows=expected(case), flips=8) == len(expected(case))
+
+
+@pytest.mark.parametrize("batch_rows", [1, 7, 100])
+def test_rows_of_lance_are_those_of_its_reader(batch_rows: int, lance_path: Path, open_source):
+    lance = pytest.importorskip("lance")
+    table = lance.dataset(lance_path).to_table()
+    assert len({fragment.fragment_id for fragment in lance.dataset(lance_path).get_fragments()}) > 3
+    rows = read_all(open_source(lance_path), batch_rows)
+    assert set(table.column_names) <= set(rows[0])
+    for row, same in zip(rows, table.to_pylist(), strict=True):
+        for name, value in same.items():
+            found = row[name].decode() if isinstance(value, str) else row[name]
+            assert found == (b"".join(value) if name == "parts" else value) and not row["__bad__"]
+
+
+def test_records_of_array_record_are_those_of_its_reader(open_source):
+    library = pytest.importorskip("array_record.python.array_record_module")
+    path = DATA / "array_record" / "rows.array_record"
+    reader = library.ArrayRecordReader(str(path))
+    assert [row["record"] for row in read_all(open_source(path, columns=["record"]))] == reader.read_all()
+    reader.close()
 
 
 def job_of(path: Path, case: Case, shuffle_bytes: int) -> ol.Job:
@@ -314,6 +335,31 @@ def test_blocks_are_runs_of_whole_records(tmp_path: Path, open_source, monkeypat
     blocks = source.blocks(0)
     assert len(blocks.rows) > 20 and blocks.bytes.sum() == (tmp_path / "x.tfrecord").stat().st_size
     assert [row["a"] for row in read_all(source)] == [list(range(n % 100)) for n in range(200)]
+
+
+# ArrayRecord
+
+
+def test_streams_of_a_file_share_it_open_and_few_files_are_kept(tmp_path: Path, open_source, monkeypatch):
+    module = pytest.importorskip("array_record.python.array_record_module")
+    opened, real = [], module.ArrayRecordReader
+    monkeypatch.setattr(module, "ArrayRecordReader", lambda *a, **k: opened.append(real(*a, **k)) or opened[-1])
+    monkeypatch.setattr(array_record, "_kept", {})
+    monkeypatch.setattr(array_record, "BLOCK_BYTES", 20_000)
+    whole = (DATA / "array_record" / "rows.array_record").read_bytes()
+    for n in range(12):
+        (tmp_path / f"{n:02}.array_record").write_bytes(whole)
+    source = open_source(tmp_path)
+    alone = open_source(tmp_path / "00.array_record")
+    blocks = len(alone.blocks(0).rows)
+    streams = [alone.stream(0, block, batch_rows=1) for block in range(blocks)]
+    assert blocks > 3 and len(list(zip(*streams, strict=False))) > 1  # side by side
+    assert len(opened) == 1
+    assert len(read_all(source)) == 12 * 40 and len(array_record._kept) == 8
+    assert sum(one.is_open() for one in opened) == 8
+    monkeypatch.setattr(array_record, "_KEPT_RECORDS", 100)  # of 40 each
+    read_all(source)
+    assert len(array_record._kept) == 2 == sum(one.is_open() for one in opened)
 
 
 # litdata

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -224,3 +225,27 @@ def test_a_flip_in_the_table_or_the_sizes_is_noticed(tmp_path: Path, open_source
             assert any(row["__bad__"] for row in rows)
             good = [(row["a"], row["b"]) for row in rows if not row["__bad__"]]
             assert set(good) <= {(text, text * 2) for text in texts}
+
+
+@pytest.mark.parametrize("folder", ["raw", "zstd"])
+def test_a_flip_anywhere_is_noticed_where_shards_have_hashes(folder: str, tmp_path: Path, open_source):
+    expected = [(f"row {n} ünï " * (n % 4), n - 5) for n in range(12)]
+    assert [(row["text"].decode(), row["n"]) for row in read_all(open_source(DATA / "hashed" / folder))] == expected
+    shutil.copytree(DATA / "hashed" / folder, tmp_path / "copy")
+    shard = next((tmp_path / "copy").glob("shard.00001.*"))
+    whole = shard.read_bytes()
+    for at in range(len(whole)):
+        shard.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(SourceError, match=r"shard.00001.*: its sha1 is not the one in the index.json beside it"):
+            read_all(open_source(tmp_path / "copy", columns=["text", "n"]))
+    index = json.loads((tmp_path / "copy" / "index.json").read_text())
+    for one in index["shards"]:  # hashes that are not known are not compared
+        for part in filter(None, (one["raw_data"], one["zip_data"])):
+            del part["hashes"]["sha1"]
+    (tmp_path / "copy" / "index.json").write_text(json.dumps(index))
+    shard.write_bytes(whole)
+    assert len(read_all(open_source(tmp_path / "copy"))) == 12
+    (tmp_path / "copy" / "index.json").write_text("{")
+    os.utime(shard, ns=(1, 1))  # another version of the file
+    with pytest.raises(SourceError, match=r"shard.00001.*: the index.json beside it, .* is not one of MDS"):
+        read_all(open_source(tmp_path / "copy"))

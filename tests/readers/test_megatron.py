@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import struct
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow.parquet as pq
 import pytest
 
@@ -58,6 +60,17 @@ def test_rows_are_those_of_the_librarys_own_reader(name: str, open_source):
     assert tokens_of(source) == tokens_of(source, batch_rows=1) == expected
     for skip in range(len(expected) + 1):
         assert [row["tokens"] for row in read_block(source, 0, 0, skip, 5)] == expected[skip:]
+
+
+@pytest.mark.slow  # it imports torch
+@pytest.mark.parametrize("name", DATASETS)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_rows_are_those_of_the_installed_library(name: str, open_source):
+    library = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    dataset = library.IndexedDataset(str(DATA / name))
+    bounds = dataset.document_indices
+    joined = [[token for n in range(a, b) for token in dataset[n].tolist()] for a, b in itertools.pairwise(bounds)]
+    assert tokens_of(open_source(DATA / f"{name}.bin")) == joined
 
 
 def job_of(path: Path, column: str, shuffle_bytes: int) -> ol.Job:
@@ -203,3 +216,43 @@ def test_an_index_that_changes_under_a_job_is_noticed(tmp_path: Path, open_sourc
         read_all(source)
     changed = open_source(path)
     assert tokens_of(changed) == [[1, 2], [3, 4, 5]]
+
+
+def write_sparse(prefix: Path, documents: int) -> Path:
+    """Write a dataset whose .bin is a hole in the disk."""
+    lengths = np.random.default_rng(0).integers(1, 1000, documents, np.int32)
+    ends = np.cumsum(lengths, dtype=np.int64) * 2
+    with prefix.with_suffix(".idx").open("wb") as index:
+        index.write(MAGIC + struct.pack("<QBQQ", 1, 8, documents, documents + 1))
+        for array in (lengths, np.append(0, ends[:-1]), np.arange(documents + 1)):
+            array.tofile(index)
+    with prefix.with_suffix(".bin").open("wb") as tokens:
+        tokens.truncate(int(ends[-1]))
+    return prefix.with_suffix(".bin")
+
+
+def start_of(path: Path, cache: Path) -> dict[str, float]:
+    """Return what a service has used when the first microbatch is there."""
+    source = ol.Source("web", str(path), sample=ol.Text("tokens", tokenized=True))
+    job = ol.Job([source], batch=ol.Batch(4096, global_tokens=8192))
+    with ol.launch(job, cache=str(cache)) as service:
+        assert next(service.client()).microbatches[0]["input_ids"].size
+        root = psutil.Process(service.status()["pid"])
+        used = {"cpu_s": 0.0, "pss_mb": 0.0, "read_mb": 0.0}
+        for process in (root, *root.children(recursive=True)):
+            used["cpu_s"] += sum(process.cpu_times()[:2])
+            used["pss_mb"] += process.memory_full_info().pss / 2**20
+            used["read_mb"] += process.io_counters().read_chars / 2**20
+        return used
+
+
+@pytest.mark.slow
+def test_ten_million_documents_begin_within_three_seconds_of_a_core(tmp_path: Path):
+    """A start is serial work, so its processor time is about what it takes on a machine with nothing else to do."""
+    few, many = write_sparse(tmp_path / "few", 1_000), write_sparse(tmp_path / "many", 10_000_000)
+    start_of(few, tmp_path / "cache")  # kernels and files are warm
+    base, found = start_of(few, tmp_path / "base"), start_of(many, tmp_path / "first")
+    assert found["cpu_s"] < 3.0
+    assert found["pss_mb"] - base["pss_mb"] < 100
+    # The .idx is read once (200 MB), and of the .bin (10 GB) what the first groups hold: nothing is measured.
+    assert found["read_mb"] - base["read_mb"] < 200 + 100

@@ -2,8 +2,8 @@
 
 A shard is the number of its samples (u32), where each of them begins and the last one ends (u32), a JSON object with
 the names, encodings and sizes of the columns, and the samples: the sizes of the columns that have none of their own
-(u32), then the bytes of all columns. So a shard is read without the `index.json` beside it. Any sample of a raw shard
-is reached at once; a compressed shard is one block, read from its beginning.
+(u32), then the bytes of all columns. So a shard is read without the `index.json` beside it, of which only the hashes of
+shards are used. Any sample of a raw shard is reached at once; a compressed shard is one block, read from its beginning.
 
 Columns of plain values and arrays are cut out for many rows at a time; JSON and lists of images row by row. Nothing is
 unpickled: a column of encoding `pkl` is refused.
@@ -12,6 +12,7 @@ unpickled: a column of encoding `pkl` is refused.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pyarrow.fs import FileType
 
 from overlord.core.ragged import (
     BAD_COLUMN,
@@ -87,7 +89,9 @@ class MdsReader:
             yield Shard(rows, encodings, sizes, data, table)
 
     def index(self, file: StoredFile, columns: Sequence[str]) -> BlockIndex:
-        """Cut the samples of a shard into blocks by their places; the samples themselves are not read."""
+        """Cut the samples of a shard into blocks by their places; they are read only where they have a hash."""
+        if file.beside is None:
+            _verify_hash(file)
         with self.open(file) as shard:
             for column in columns:
                 shard.require(column, file)
@@ -156,6 +160,39 @@ class MdsReader:
                     first = next((name for name in names if name), None)
                     found[column] = _list_kind(first) if first else None
             return found
+
+
+_hashes: tuple[object, dict[str, dict[str, str]]] = (None, {})
+"""Of the `index.json` that was read last: what names this version of it, and the hashes of its files."""
+
+
+def _verify_hash(file: StoredFile) -> None:
+    """Compare a shard with its hash in the `index.json` beside it, if it was written with one that hashlib knows."""
+    global _hashes
+    beside = f"{file.location.rpartition('/')[0]}/index.json"
+    info = file.filesystem.get_file_info(beside)
+    if info.type is not FileType.File:
+        return
+    version, known = _hashes
+    if version != (file.filesystem.type_name, beside, info.size, info.mtime_ns):
+        with file.filesystem.open_input_file(beside) as native:
+            data = native.read()
+        try:
+            shards = json.loads(data).get("shards", [])
+            parts = [part for shard in shards for part in (shard.get("raw_data"), shard.get("zip_data")) if part]
+            known = {part["basename"]: part["hashes"] for part in parts if part.get("hashes")}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedFile("the index.json beside it, which may have its hash, is not one of MDS") from error
+        _hashes = (file.filesystem.type_name, beside, info.size, info.mtime_ns), known
+    for name, told in known.get(file.location.rpartition("/")[2], {}).items():
+        if name in hashlib.algorithms_available:
+            digest = hashlib.new(name)
+            with file.open_stream() as stream:
+                while chunk := stream.read(_HEAD_BYTES):
+                    digest.update(chunk)
+            if digest.hexdigest() != told:
+                raise DamagedFile(f"its {name} is not the one in the index.json beside it: a byte of it has changed")
+            return
 
 
 @contextlib.contextmanager

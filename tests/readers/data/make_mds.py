@@ -83,6 +83,13 @@ def main() -> None:
         ) as writer:
             for n in range(ROWS if compression is None else 8):
                 writer.write(sample(n))
+    for compression in (None, "zstd"):
+        with MDSWriter(
+            out=str(FOLDER / "hashed" / (compression or "raw")), columns={"text": "str", "n": "int"},
+            hashes=["sha1", "xxh64"], compression=compression, size_limit=600, keep_local=True,
+        ) as writer:  # fmt: skip
+            for n in range(12):
+                writer.write({"text": sample(n)["text"], "n": n - 5})
     pq.write_table(pa.table(read(FOLDER / "raw")), FOLDER / "raw.parquet")
 
 

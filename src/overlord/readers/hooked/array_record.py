@@ -8,6 +8,7 @@ disks, and are read in reader processes.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,20 @@ from overlord.core.ragged import Kind, RowBatch, offsets_of
 from overlord.errors import SourceError
 from overlord.readers.files import StoredFile
 from overlord.readers.hooked.examples import RECORD, Bytes, example_columns, example_rows
+from overlord.readers.index import file_identity
 from overlord.readers.reader import BLOCK_BYTES, BlockIndex, DamagedFile, Int64s, missing_column
 
 _HEAD_ROWS = 256
 """Records of a file that decide the kinds of its columns."""
 _OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # no threads, and nothing is read ahead
-_BUFFER_BYTES = 64 << 10
+_BUFFER_BYTES = 16 << 10
 _END_BYTES = 64 << 10
 """The end of a file says where its records are, and takes a block of its own."""
+_KEPT_FILES, _KEPT_RECORDS = 8, 1_000_000
+_kept: dict[tuple[object, ...], Any] = {}
+"""Open files of this process that no stream uses, the longest unused first. To open one reads where all of its records
+are, which takes longer than a block of small records; held, it takes 8 bytes a record."""
+_kept_lock = threading.Lock()
 
 
 class ArrayRecordReader:
@@ -62,10 +69,10 @@ class ArrayRecordReader:
     ) -> Iterator[RowBatch]:
         """Yield the records of one block; skipped ones cost nothing."""
         stop = int(index.stop[block])
-        with _opened(file) as records:
-            for at in range(int(index.start[block]) + skip, stop, batch_rows):
+        for at in range(int(index.start[block]) + skip, stop, batch_rows):
+            with _opened(file) as records:  # each time, so that streams of one file share it
                 data, begins, sizes = _joined(records, at, min(at + batch_rows, stop))
-                yield example_rows(data, begins, sizes, np.ones(len(sizes), np.bool_), columns)
+            yield example_rows(data, begins, sizes, np.ones(len(sizes), np.bool_), columns)
 
     def divides(self, file: StoredFile) -> bool:
         """Return False: blocks are small."""
@@ -120,13 +127,31 @@ def _opened(file: StoredFile) -> Iterator[Any]:
             f"{file.path} is an ArrayRecord file on a remote store, and the library reads this host's disks only; "
             "nothing could be read. Mount the store, or copy the files."
         )
-    records = array_record_module.ArrayRecordReader(
-        file.location, options=_OPTIONS, file_reader_buffer_size=_BUFFER_BYTES
-    )
+    key = file_identity(file)
+    with _kept_lock:
+        records = _kept.pop(key, None)
+    if records is None:
+        records = array_record_module.ArrayRecordReader(
+            file.location, options=_OPTIONS, file_reader_buffer_size=_BUFFER_BYTES
+        )
     try:
         # A file without a readable end has no records for the library.
         if not records.ok() or not records.num_records():
             raise DamagedFile("it has no list of its records at its end: it is cut short, or not an ArrayRecord file")
         yield records
     finally:
-        records.close()
+        _keep(key, records)
+
+
+def _keep(key: tuple[object, ...], records: Any) -> None:
+    """Hold an open file for the next stream, unless it is damaged."""
+    unused = [records]
+    with _kept_lock:
+        if key not in _kept and records.ok():
+            _kept[key] = unused.pop()
+        while len(_kept) > 1 and (
+            len(_kept) > _KEPT_FILES or sum(one.num_records() for one in _kept.values()) > _KEPT_RECORDS
+        ):
+            unused.append(_kept.pop(next(iter(_kept))))
+    for one in unused:
+        one.close()
