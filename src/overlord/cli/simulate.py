@@ -37,6 +37,7 @@ from overlord.runtimes.autoscaling.simulation import (
     Rehearsal,
     Rows,
     SimulatedMesh,
+    SimulatedStrategy,
     StepClock,
     measured_rows,
     simulate_mesh,
@@ -279,7 +280,7 @@ def _assumptions(job: Job, given: Rehearsal, rows: Sequence[Rows], own_dp: int, 
     )
     return [
         f"lengths: {number(read, 'row')} of {number(len(rows), 'source')} were read, and are drawn again at random for "
-        f"larger batches; {number(given.steps, 'step')} are drawn, planned and checked for real on this host, with the "
+        f"larger batches; {number(given.steps, 'step')} drawn, planned and checked for real on this host, with the "
         "mixture of the first steps",
         f"batch: {sized}",
         "step: the encoder takes its images first, then the backbone runs; ranks of tp and cp share a sequence evenly, "
@@ -324,10 +325,14 @@ def simulated_tables(job: str, found: Sequence[SimulatedMesh], assumed: Sequence
         words = f"{mesh.gpus:,} GPUs on {number(mesh.hosts, 'host')}: {mesh.mesh}; {count(mesh.samples)} samples and "
         parts.append(Padding(Text(f"{words}{count(mesh.tokens)} tokens a step"), (0, 0, 0, 2)))
     notes: list[RenderableType] = [
-        Text(f"{mesh.gpus:,} GPUs, {one.strategy}: trainers wait; {one.limit}.")
+        Text(f"{mesh.gpus:,} GPUs, {one.strategy}: trainers wait; {_held_up_by(one)}.")
         for mesh in found
         for one in mesh.strategies
         if one.waits > _WORTH_TELLING
     ]
     notes += [Text("Assumed:", style="bold"), *(Padding(Text(f"- {line}"), (0, 0, 0, 2)) for line in assumed)]
     return [Group(*parts, ""), table, Group(*notes)]
+
+
+def _held_up_by(one: SimulatedStrategy) -> str:
+    return "planning takes longer than a step" if one.plan_s > one.step_s else one.limit

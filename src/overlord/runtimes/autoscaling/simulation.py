@@ -55,7 +55,7 @@ Floats = npt.NDArray[np.float64]
 Rows = tuple[MetaArray, npt.NDArray[np.int32]]
 """Metadata of some rows of a source, and their listed images, as a MetaDelta has them."""
 
-_TICKS = 20
+_TICKS = 10
 """Ticks of the simulated clock in a step, or in the time that loaders need for one if that is longer."""
 _MOST_STEPS = 2_000
 """Steps that a feed is simulated for at most: a steady feed does not change after that."""
@@ -69,7 +69,7 @@ _TOKEN_BYTES, _MASK_BYTES = 4, 1
 
 
 class MeasuredLoaders:
-    """Loaders that hold metadata of some real rows, drawn again and again by a seeded hash; seconds spent are counted.
+    """Loaders that hold metadata of some real rows, drawn again and again by a seeded hash; their seconds are counted.
 
     Only `summary_buffer` and `rest` are there: nothing is handed over.
     """
@@ -82,9 +82,9 @@ class MeasuredLoaders:
 
     def summary_buffer(self, requests: Sequence[MetaRequest]) -> list[MetaDelta]:
         """Return metadata from the cursors on; no epoch ends."""
-        began = time.perf_counter()
+        began = time.thread_time()
         found = [self._delta(request) for request in requests]
-        self.spent_s += time.perf_counter() - began
+        self.spent_s += time.thread_time() - began
         return found
 
     def rest(self, cursors: Mapping[int, Cursor]) -> None:
@@ -221,6 +221,7 @@ def simulated_feed(
     *,
     slots: float | None = None,
     decoders: float | None = None,
+    plan_s: float = 0.0,
     prefetch: int = 2,
 ) -> Outcome:
     """Simulate workers that prepare the samples of steps, and a trainer that takes them.
@@ -232,6 +233,7 @@ def simulated_feed(
         step_s: Seconds that the trainer takes for a step, or for each; 0 takes them as fast as they come.
         slots: Workers that run at the same time, at most; all by default.
         decoders: Threads that decode behind the hand-over; as many as there is work for by default.
+        plan_s: Seconds of the planner for a step.
         prefetch: Steps that are prepared ahead.
 
     Example:
@@ -243,14 +245,16 @@ def simulated_feed(
     samples = float(counts.sum(axis=1).mean())
     columns, given, lanes = [counts / samples], counted_by_workers(costs), list(map(float, workers))
     # What no worker does is a source of its own, with as many workers as there are threads for it.
-    beside = {"handover": (np.array([cost.handover_s for cost in costs]), 1.0)}
-    if decoders is not None:
-        beside["decode"] = (np.array([cost.decode_s for cost in costs]), decoders)
+    beside = {
+        "plan": (np.full(len(counts), plan_s), 1.0),
+        "handover": (counts @ [cost.handover_s for cost in costs], 1.0),
+        "decode": (counts @ [cost.decode_s for cost in costs], decoders or 0.0),
+    }
     for name, (seconds, threads) in beside.items():
-        mean_s = float((counts * seconds).sum() / counts.sum())
-        if mean_s > 0:
+        if threads and seconds.any():
+            mean_s = float(seconds.mean()) / samples
             given.append(SourceCost(name=name, transform_s=mean_s, cpu_share=0.0))
-            columns.append((counts @ seconds / mean_s / samples)[:, None])
+            columns.append((seconds / seconds.mean())[:, None])
             lanes.append(threads)
     shares = np.concatenate(columns, axis=1)
     slots = slots or sum(lanes)
@@ -284,7 +288,7 @@ class SimulatedStrategy:
     speedup: float
     """Over dealing samples round-robin."""
     plan_s: float
-    """Seconds to draw and place a step, and to cut the plan for all hosts: the median."""
+    """Seconds of a core to draw and place a step, and to cut the plan for all hosts: the median."""
     longest_plan_s: float
     plan_bytes: float
     """Of the plan, to all hosts together, in a step."""
@@ -385,19 +389,19 @@ def simulate_mesh(
         nonlocal place_s
         if isinstance(strategy, vanilla):  # dealing takes the microbatches it needs, also where their number is fixed
             buffer = dataclasses.replace(buffer, limits=dataclasses.replace(limits, microbatches=None))
-        began = time.perf_counter()
+        began = time.thread_time()
         plan = run_strategy(strategy, buffer, mesh)
-        place_s = time.perf_counter() - began
+        place_s = time.thread_time() - began
         return plan
 
     with tempfile.TemporaryDirectory(prefix="overlord-simulate-") as folder:
         make_plan = partial(place, given.strategies[-1])
         planner = metadata_planner(job, loaders, make_plan, given.weights, Path(folder), mesh=tree, limits=limits)
         for step in range(given.steps + 1):  # the first one loads kernels and fills buffers, and does not count
-            loaders.spent_s, began = 0.0, time.perf_counter()
+            loaders.spent_s, began = 0.0, time.thread_time()
             plan = planner.plan_raw(step)
             assert plan is not None  # no epoch ends
-            draw_s = time.perf_counter() - began - loaders.spent_s - place_s
+            draw_s = time.thread_time() - began - loaders.spent_s - place_s
             buffer = Buffer(plan.draw, limits)
             for strategy, one in zip(reversed(given.strategies), reversed(taken), strict=True):
                 placed = plan if strategy is given.strategies[-1] else place(strategy, buffer, tree)
@@ -435,9 +439,9 @@ def _take(
     cut_s = 0.0
     for host in chosen:
         ranks = range(host * given.per_host, min((host + 1) * given.per_host, tree.world_size))
-        began = time.perf_counter()
+        began = time.thread_time()
         blocks.append(len(plan_to_bytes(plan, PlanSlice.for_ranks(plan, ranks))))
-        cut_s += time.perf_counter() - began
+        cut_s += time.thread_time() - began
         share = Share.of(plan, ranks)
         items = share.media[draw.media.sample]
         items = items if share.encoded is None else items | share.encoded
@@ -482,6 +486,7 @@ def _fed(
         np.tile(one.step_s, rounds)[:count],
         slots=given.cpus,
         decoders=decoders,
+        plan_s=median(one.plan_s),
         prefetch=given.prefetch,
     )
     busy = rate * sum(s * (c.transform_s * c.cpu_share + c.decode_s) for s, c in zip(shares, costs, strict=True))
