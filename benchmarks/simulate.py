@@ -54,7 +54,7 @@ class Feed:
         write_profile(path, self._profile)  # a service that ends brings it up to date
         options = LaunchOptions(budget=ol.Budget(cpus=workers), profile=str(path))
         plan = plan_loaders(self._job, options, self._profile)
-        counts = np.tile(np.array(plan.shares) * SAMPLES, (200, 1))
+        counts = np.tile(np.array(plan.shares) * SAMPLES, (600, 1))
         fed = simulated_feed(plan.costs, counts, plan.found.workers, step_s, slots=workers, prefetch=PREFETCH)
         steps = max(round(seconds * fed.steps_per_s), 4)
         warm_up = 8 + 2 * PREFETCH  # what was read ahead is used up by then
@@ -121,6 +121,8 @@ def main() -> None:
         "slowest_waiting": ratios[f"waiting_{counts[0]}"],
         "fastest_waiting": ratios[f"waiting_{counts[-1]}"],
         "computing": ratios[f"computing_{cores}"],
+        # The same for each second of a core: on a busy host workers do not have a core each.
+        "computing_by_cpu_time": ratios[f"computing_{cores}"] * found[f"computing_{cores}"]["cores_had"] / cores,
         **{f"{key}_{name}": value for name, one in found.items() for key, value in one.items()},
     }  # fmt: skip
     publish("simulate", figures, options.json)
