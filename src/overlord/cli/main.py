@@ -230,7 +230,7 @@ def profile(
 
 
 @app.command()
-@launch_flags("mesh", "layout", "placement", "prefetch", "threads", "profile", also=SimulateOptions)
+@launch_flags("mesh", "layout", "placement", "prefetch", "profile", also=SimulateOptions)
 def simulate(
     job: JobPath,
     flags: Flags,

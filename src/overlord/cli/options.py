@@ -76,8 +76,10 @@ class SimulateOptions(Spec):
 
     gpus: str | None = None
     """Numbers of GPUs with commas between, as 288,4096: dp of the mesh follows; by default the mesh as it is."""
-    gpus_per_host: Annotated[int, whole(1, "no host would have a trainer. Give 8")] = 8
-    """GPUs of a trainer host; 8 by default."""
+    gpus_per_host: Annotated[int, whole(1, "no host would have a trainer. Give 8")] | None = None
+    """GPUs of a trainer host; by default ranks_per_host of the job file, or 8."""
+    threads: Annotated[int, whole(1, "nothing would be decoded. Leave it out")] | None = None
+    """Threads of each host that decode behind the hand-over; by default those of the job file, or as many as needed."""
     cost: str | None = None
     """Cost model of the backbone: a preset, or '{causal_lm: {layers: 32, hidden: 4096}}' with --tflops; by default the
     strategy's own."""

@@ -49,6 +49,7 @@ from overlord.scaling.profiles import Profile
 
 LAYERS = {"llama_12b": 45, "vit_2b": 48}
 """Layers of the models that presets were measured on one layer of: the paper's table 1."""
+_GPUS_PER_HOST = 8
 _PROFILED_S = 0.5
 """Seconds of each source, where there is no profile."""
 _WORTH_TELLING = 0.01
@@ -171,28 +172,27 @@ def strategies_of(asked: Sequence[Strategy], own: Strategy | None, rows: Sequenc
     return [vanilla(), *(one for one in wanted if not isinstance(one, vanilla))]
 
 
-def find_profile(job: Job, path: Path, launch: Launch, tell: Tell) -> tuple[Profile, str]:
+def profile_of(job: Job, path: Path, launch: Launch, tell: Tell) -> tuple[Profile, str]:
     """Return what sources cost, and where that is from: the profile of the launch or beside the job, or measured now.
 
     Raises:
         SpecError: The profile is of other sources, or a source cannot be measured.
     """
     options = ServiceOptions(mesh=launch.mesh, cache=launch.cache, placement=launch.placement)
-    place = Path(launch.profile or profile_path(path))
+    beside = profile_path(path)
+    place = Path(launch.profile or beside)
     known = read_profile(place)
     if known is not None:
         check_profile(known, job, options, tell)
         return known, f"costs of the sources are those of {place}"
-    if launch.profile is not None:
+    if place.absolute() != beside.absolute():
         raise SpecError(f"--profile {place}: there is no such file; costs are not known. `overlord profile` writes it.")
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     measured = profile_job(job, options, when=when, seconds=_PROFILED_S, progress=tell)
     if measured.failed:
         raise SpecError(next(iter(measured.failed.values())))
-    return (
-        measured.profile,
-        f"costs of the sources were measured now, {_PROFILED_S:g} s each (`overlord profile` keeps them)",
-    )
+    words = f"costs of the sources were measured now, {_PROFILED_S:g} s each (`overlord profile` keeps them)"
+    return measured.profile, words
 
 
 def simulate_job(
@@ -226,8 +226,9 @@ def simulate_job(
         batched(job, tree, own_dp, asked)  # refused before anything is read
     judged = strategies[-1] if strategies else launch.strategy
     clock, models = clock_of(judged if isinstance(judged, StrategySpec) else None, asked)
-    profile, costs = find_profile(job, path, launch, tell)
-    with dry_run(job, launch, tell) as roles:
+    profile, costs = profile_of(job, path, launch, tell)
+    # Sources are opened with the mesh that the job's batch is for: a dry run plans its first step at once.
+    with dry_run(job, launch.model_copy(update={"mesh": loaded.launch.mesh}), tell) as roles:
         rows = measured_rows(roles.fleet, roles.job.names, asked.rows, tell)
         ordered, weights = roles.job, base_weights(roles.job, roles.facts)
     compared, notes = strategies_of([one for one in strategies if one is not None], launch.strategy, rows), list[str]()
@@ -246,18 +247,16 @@ def simulate_job(
         patches_per_token=limits_of(ordered).patches_per_token,
         steps=steps,
         hours=asked.hours,
-        per_host=asked.gpus_per_host,
+        per_host=asked.gpus_per_host or launch.ranks_per_host or _GPUS_PER_HOST,
         cpus=None if launch.budget is None else launch.budget.cpus,
-        threads=launch.threads,
+        threads=asked.threads or launch.threads,
         prefetch=launch.prefetch,
         ahead=budget.ahead,
     )
-    found = [
-        simulate_mesh(
-            batched(ordered, tree, own_dp, asked), tree, limits_of(ordered, launch.layout, tree), rehearsal, tell
-        )
-        for tree in trees
-    ]
+    found: list[SimulatedMesh] = []
+    for tree in trees:
+        limits = limits_of(ordered, launch.layout, tree)
+        found.append(simulate_mesh(batched(ordered, tree, own_dp, asked), tree, limits, rehearsal, tell))
     return found, [*models, costs, *_assumptions(job, rehearsal, rows, own_dp, asked), *notes]
 
 
