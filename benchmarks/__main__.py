@@ -472,6 +472,26 @@ BENCHMARKS = (
         quick=("--quick",),
     ),
     Benchmark(
+        "simulate",
+        what="steps/s of a feed as `overlord simulate` computes them from a profile: sources that wait with 2, 4, 8 "
+        "and 16 workers, a trainer with a pace, and sources that compute with as many workers as cores; the figure is "
+        "how far it is off, as a factor, in the worst case",
+        against="a `local` launch with the same workers, taken from as fast as it goes or at that pace",
+        figure="off_by",
+        bar="bar",
+        at_least=False,
+        unit="×",
+        plot_title="Simulated over measured steps a second",
+        plot_unit="×",
+        plotted=(
+            ("waiting, fewest workers", "slowest_waiting", ""),
+            ("waiting, most workers", "fastest_waiting", ""),
+            ("waiting, trainer with a pace", "simulated_over_measured_paced", ""),
+            ("computing, a worker a core", "computing", ""),
+        ),
+        quick=("--quick",),
+    ),
+    Benchmark(
         "chaos",
         what="steps that differ from a run without faults, while 500 random faults hit the roles of a `ray` service. "
         "The bar is on what is delivered, not on how fast: with a fault about every second the trainer waits for most "

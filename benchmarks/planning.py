@@ -23,18 +23,12 @@ import numpy as np
 
 import overlord as ol
 from benchmarks.measuring import arguments, publish
-from overlord.core.messages import MetaDelta
 from overlord.core.plan import plan_from_bytes, plan_to_bytes
-from overlord.core.samples import META, Cursor
-from overlord.core.states import StreamState
-from overlord.job.specs import stream_parts
+from overlord.core.samples import META
 from overlord.planning.checking import run_strategy
-from overlord.roles.changes import InputLog
-from overlord.roles.planner import Planner, PlannerStart
-from overlord.roles.poisoned_rows import PoisonedRows
+from overlord.roles.planner import Planner
+from overlord.runtimes.autoscaling.simulation import MeasuredLoaders, metadata_planner
 from overlord.runtimes.launching.deployment import limits_of
-from overlord.stores.places import open_place
-from overlord.stores.store import Store
 
 SAMPLES, SOURCES, RANKS, MICROBATCHES = 300_000, 306, 4096, 8
 CONTEXT = 32_768
@@ -53,58 +47,20 @@ print(json.dumps([imported - began, time.perf_counter() - imported]))
 """
 
 
-class MetadataInMemory:
-    """Loaders that hold nothing but metadata; the time spent here is not the planner's."""
-
-    def __init__(self, samples: int) -> None:
-        rng = np.random.default_rng(0)
-        self.spent_s = 0.0
-        # One table serves all sources, each from its own place on: memory here is not the planner's.
-        self._meta = np.zeros(samples // 5, META)
-        self._meta["tokens"] = rng.lognormal(6.5, 1.2, len(self._meta)).clip(16, CONTEXT)
-        self._meta["loss_tokens"] = self._meta["tokens"] - 1
-        self._meta["row"] = self._meta["offset"] = np.arange(len(self._meta))
-
-    def summary_buffer(self, requests):
-        """Return metadata from the cursors on."""
-        began = time.perf_counter()
-        deltas = []
-        for request in requests:
-            at = request.cursor.offset
-            meta = self._meta[(at + 613 * request.source) % (len(self._meta) // 2) :][: request.count]
-            deltas.append(MetaDelta(request.source, meta, Cursor(0, 0, at + len(meta))))
-        self.spent_s += time.perf_counter() - began
-        return deltas
-
-    def rest(self, cursors) -> None:
-        """Nothing is held."""
-
-
-def make_planner(folder: Path, samples: int, ranks: int) -> tuple[Planner, MetadataInMemory]:
+def make_planner(folder: Path, samples: int, ranks: int) -> tuple[Planner, MeasuredLoaders]:
     """Return a planner over sources in memory."""
     sample, weights = ol.Text("t", tokenized=True), np.random.default_rng(1).lognormal(0, 1, SOURCES)
     job = ol.Job(
         sources=[ol.Source(f"s{n:03d}", "unread", sample=sample, weight=float(w)) for n, w in enumerate(weights)],
         batch=ol.Batch(CONTEXT, global_samples=samples, microbatch_tokens=2 * CONTEXT, microbatches=MICROBATCHES),
     )
-    loaders, tree = MetadataInMemory(samples), ol.ClientPlaceTree(dp=ranks)
-    strategy, store = ol.strategies.backbone_balance(), Store(open_place(str(folder / f"store-{samples}")))
-    state = StreamState.begin(SOURCES)
-    state.group[:] = 0
-    limits, inputs = limits_of(job), InputLog(job, store.journal, {}, [])
-    parts = stream_parts(job, tokenizer_digest="", listings=dict.fromkeys(job.names, ""))
-    inputs.base.update({s.name: float(s.weight or 0) for s in job.sources})
-    planner = Planner(
-        job,
-        loaders,  # type: ignore[arg-type]
-        store,
-        PlannerStart(state, inputs, parts, PoisonedRows(store.journal)),
-        partial(run_strategy, strategy),
-        mesh=tree,
-        limits=lambda _: limits,
-    )
-    planner.checkpoints.begin()
-    return planner, loaders
+    meta = np.zeros(samples // 5, META)  # one table serves all sources: memory here is not the planner's
+    meta["tokens"] = np.random.default_rng(0).lognormal(6.5, 1.2, len(meta)).clip(16, CONTEXT)
+    meta["loss_tokens"] = meta["tokens"] - 1
+    loaders = MeasuredLoaders([(meta, np.empty((0, 4), np.int32))] * SOURCES)
+    make_plan, given = partial(run_strategy, ol.strategies.backbone_balance()), {s.name: s.weight for s in job.sources}
+    tree, store = ol.ClientPlaceTree(dp=ranks), folder / f"store-{samples}"
+    return metadata_planner(job, loaders, make_plan, given, store, mesh=tree, limits=limits_of(job)), loaders
 
 
 def measure(samples: int, ranks: int, rounds: int) -> dict[str, float]:

@@ -10,7 +10,7 @@ Four setups, each on 64 CPUs, of which the planner and a constructor have two:
     online      the same to begin with for the first step; `decide` once in two steps, within the CPUs and the memory
                 of `fixed`, with measured costs that wander by 3 %; new workers take 1.5 s to start, in a new host 5 s
 
-Simulated: see scaling_simulator.py. Every worker's read buffer has the same budget of bytes, as in a launch.
+Simulated: see `overlord.scaling.feed_simulator`. Every worker has the same budget of bytes.
 
 And the same four setups in a real run, smaller and with sources that wait: see scaling_real.py. What its setups hold in
 read buffers and what their process takes is measured while they run. Figures of it begin with `real_`; those of a run
@@ -25,9 +25,9 @@ import numpy as np
 
 from benchmarks.measuring import arguments, publish
 from benchmarks.scaling_real import FEWEST_CORES, computing, real
-from benchmarks.scaling_simulator import Outcome, World, simulate
 from overlord.runtimes.supervision.child import usable_cpus
 from overlord.scaling.autoscaler import Fleet, Scaling, decide
+from overlord.scaling.feed_simulator import Outcome, World, simulate
 from overlord.scaling.partition import partition, whole_workers
 from overlord.scaling.profiles import Resources, SourceCost
 

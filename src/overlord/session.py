@@ -253,7 +253,7 @@ class Service(RunningService):
 
         `global_loss_tokens` of the steps that they get then counts only what was read.
         """
-        from overlord.runtimes.launching.inline_service import InlineService  # with the readers, which few launchers need
+        from overlord.runtimes.launching.inline_service import InlineService  # with the readers
 
         if not isinstance(self._runtime, InlineService):
             raise SpecError(

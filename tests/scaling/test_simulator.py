@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from benchmarks.scaling import curriculum
-from benchmarks.scaling_simulator import World, simulate
 
+from overlord.scaling.feed_simulator import World, simulate
 from overlord.scaling.profiles import SourceCost
 
 

@@ -16,6 +16,8 @@ COMMANDS = {
     "explain": "Show what a job would do on a mesh, without running it: balance, padding, epochs, CPU and memory.",
     "profile": "Measure what each source costs on real samples: latency, hand-over, memory, bytes; and keep it beside "
     "the job.",
+    "simulate": "Simulate a job on any number of GPUs: step time by strategy, waits, workers, memory, plan latency, "
+    "traffic.",
     "run": "Run a job with every rank of its mesh in this process, and show what came out.",
     "serve": "Serve a job to trainers in other processes, of this host or of a cluster's, until Ctrl-C or SIGTERM.",
     "status": "Show what a running service is doing: mixture, buffers, bad samples, clients, and the hosts of a "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,6 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from overlord.cli.collecting import CollectedStep, Collector
 from overlord.cli.options import layout_advice, layout_words, strategy_name
 from overlord.cli.output import Tell
 from overlord.cli.sources import context_notes, count_indexed, isolated
@@ -41,6 +40,7 @@ from overlord.planning.balancing.hybrid import buddy_lpt, ranks_needed
 from overlord.planning.costs import Cost, CostModel, llama_12b, vit_2b
 from overlord.planning.strategies import Strategy, StrategySpec, costs_of, follows_reports, meets_once
 from overlord.readers.source_files import SourceFiles
+from overlord.reports.collecting import CollectedStep, Collector
 from overlord.reports.explanation import (
     BalanceFacts,
     Explanation,
@@ -643,12 +643,19 @@ def explain_job(
         SpecError: The job, the mesh or the strategy is wrong.
         PlanError: A step cannot be planned.
     """
-    steps, notes = _steps_to_plan(job, launch.strategy, steps)
+    steps, notes = steps_to_plan(job, launch.strategy, steps)
     if costs[2]:
         notes.append(
             f"{strategy_name(launch)} is judged by {costs[0].name}, since a function's own cost is not known here; "
             "set --cost."
         )
+    with dry_run(job, launch, tell) as roles:
+        return _explain(roles, job, name, launch, costs, steps, step_time_s if measure else None, notes, tell)
+
+
+@contextmanager
+def dry_run(job: Job, launch: Launch, tell: Tell) -> Iterator[Roles]:
+    """Open the sources of a job, and hold its roles in this process while the block runs."""
     options = ServiceOptions(
         mesh=launch.mesh,
         prefetch=launch.prefetch,
@@ -661,8 +668,7 @@ def explain_job(
         placement=launch.placement,
     )
     with closing(InlineService(job, options, tell, _ExplainEnvironment(tell))) as service:
-        roles = Roles(service)
-        return _explain(roles, job, name, launch, costs, steps, step_time_s if measure else None, notes, tell)
+        yield Roles(service)
 
 
 class _ExplainEnvironment(CallerEnvironment):
@@ -684,7 +690,8 @@ class _ExplainEnvironment(CallerEnvironment):
         return super().prepare(job, options, **given | {"isolate_reader": isolated()})
 
 
-def _steps_to_plan(job: Job, strategy: Strategy | None, wanted: int) -> tuple[int, list[str]]:
+def steps_to_plan(job: Job, strategy: Strategy | None, wanted: int) -> tuple[int, list[str]]:
+    """Return how many steps can be planned without a trainer's reports, and why, where these are fewer than wanted."""
     learn = job.mixture.learn
     # The report of step s counts from step s + lag on: before that the mixture is what it begins with.
     steps = min(wanted, job.lag)

@@ -1,5 +1,5 @@
-"""The commands: `demo`, `explain`, `profile`, `run`, `serve`, `status`, `top`, `dashboard`, `trace`, `sources`,
-`steps`, `import`, `schema`, `version`.
+"""The commands: `demo`, `explain`, `profile`, `simulate`, `run`, `serve`, `status`, `top`, `dashboard`, `trace`,
+`sources`, `steps`, `import`, `schema`, `version`.
 
 Exit codes: 0 done; 1 the run failed, had more bad samples than a tolerance allows, or lint found errors; 2 what was
 asked for cannot be done; 130 Ctrl-C.
@@ -35,11 +35,13 @@ from overlord.cli.options import (
     Flags,
     JobPath,
     Resume,
+    SimulateOptions,
     State,
     choose,
     folder_of,
     launch_flags,
     load,
+    simulate_options,
     store_path,
 )
 from overlord.cli.output import Screen, check_writable, command, default_report, labelled, show_error, write_text
@@ -227,6 +229,39 @@ def profile(
         show_error(SourceError(words), as_json=False)
     if failed:
         raise typer.Exit(2)
+
+
+@app.command()
+@launch_flags("mesh", "layout", "placement", "prefetch", "profile", also=SimulateOptions)
+def simulate(
+    job: JobPath,
+    flags: Flags,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--strategy",
+            help="A strategy to compare with dealing round-robin; may be repeated. Else the common ones and the job's.",
+            show_default=False,
+        ),
+    ] = None,
+    cpus: Cpus = None,
+    cache: Cache = CACHE,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate a job on any number of GPUs: step time by strategy, waits, workers, memory, plan latency, traffic."""
+    screen = Screen(as_json=as_json)
+    asked = simulate_options(flags)
+    loaded = load(job, screen)
+    launch = choose(loaded, flags, cache, cpus)
+    compared = [choose(loaded, {"strategy": one}, cache) for one in strategy or []]
+    from overlord.cli.running import check_job
+    from overlord.cli.simulate import simulate_job, simulated_tables
+
+    with screen.progress() as tell, screen.user_code():
+        check_job(loaded.job, launch.mesh, launch.layout, launch.cache, here=False)
+        found, assumed = simulate_job(loaded, job, launch, [one.strategy for one in compared], asked, tell)
+    screen.show(*simulated_tables(str(job), found, assumed))
+    screen.give({"job": str(job), "meshes": [dataclasses.asdict(one) for one in found], "assumed": assumed})
 
 
 @app.command()

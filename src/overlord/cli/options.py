@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
+from pydantic import model_validator
 
 from overlord.cli.output import Screen
+from overlord.core.spec_errors import conflict
 from overlord.errors import SpecError
 from overlord.job.layout_specs import DEFAULT_CACHE, Layout
-from overlord.job.spec_model import field_docs
+from overlord.job.spec_model import Spec, field_docs, real, whole
 from overlord.job.specs import Job
 from overlord.job_files import JobFile, load_job_file
 from overlord.launch_spec import Budget, Launch
@@ -69,26 +73,71 @@ _METAVARS = {
 _HELP = {"shadows": "Sources with a shadow loader: all, none, auto, or names with commas between."}
 
 
-def launch_flags(*names: str, runtimes: Any = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+class SimulateOptions(Spec):
+    """The options of `overlord simulate` that are not those of a launch."""
+
+    gpus: str | None = None
+    """Numbers of GPUs with commas between, as 288,4096: dp of the mesh follows; by default the mesh as it is."""
+    gpus_per_host: Annotated[int, whole(1, "no host would have a trainer. Give 8")] | None = None
+    """GPUs of a trainer host; by default ranks_per_host of the job file, or 8."""
+    threads: Annotated[int, whole(1, "nothing would be decoded. Leave it out")] | None = None
+    """Threads of each host that decode behind the hand-over; by default those of the job file, or as many as needed."""
+    cost: str | None = None
+    """Cost model of the backbone: a preset, or '{causal_lm: {layers: 32, hidden: 4096}}' with --tflops; by default the
+    strategy's own."""
+    encoder_cost: str | None = None
+    """Cost model of the image encoder; by default the strategy's own."""
+    layers: Annotated[int, whole(1, "the backbone would take no time")] | None = None
+    """Layers of a backbone preset; 45 by default for llama_12b."""
+    encoder_layers: Annotated[int, whole(1, "the encoder would take no time")] | None = None
+    """Layers of an encoder preset; 48 by default for vit_2b."""
+    tflops: Annotated[float, real(1e-3, math.inf, "no step would end")] | None = None
+    """TFLOP/s that a GPU reaches, for cost models in FLOPs."""
+    gpu_speed: Annotated[float, real(1e-3, math.inf, "no step would end")] = 1.0
+    """Speed of a GPU over that of the one a preset was measured on; 1 by default."""
+    global_samples: Annotated[int, whole(1, "a step would be empty")] | None = None
+    """Samples of a step; by default as many for each data-parallel group as in the job file."""
+    global_tokens: Annotated[int, whole(1, "a step would be empty")] | None = None
+    """Tokens of a step instead."""
+    steps: Annotated[int, whole(1, "there would be nothing to simulate")] = 8
+    """Steps that are drawn and planned for real; 8 by default."""
+    hours: Annotated[float, real(1e-4, math.inf, "there would be nothing to simulate")] = 1.0
+    """How long the feed is simulated; 1 by default."""
+    rows: Annotated[int, whole(1, "no length would be known")] = 500
+    """Rows of each source whose lengths are read; 500 by default."""
+
+    @model_validator(mode="after")
+    def _one_size(self) -> SimulateOptions:
+        if self.global_samples is not None and self.global_tokens is not None:
+            raise conflict("global_samples and global_tokens are both given, and a step has one size. Give one")
+        return self
+
+
+def launch_flags(
+    *names: str, runtimes: Any = None, also: type[Spec] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the flags of a launch, made from their declaration; it gets them as one argument, `flags`.
 
     Args:
         *names: Options of `Launch`.
         runtimes: A Literal of the runtimes that the command can use; by default all.
+        also: Options of the command itself, which become flags in the same way.
     """
+    own = [] if also is None else list(also.model_fields)
 
     def decorated(function: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(function, include_extras=True)
         parameters: list[inspect.Parameter] = []
         for parameter in inspect.signature(function).parameters.values():
             if parameter.name == "flags":
-                parameters += [_flag(name, runtimes) for name in names]
+                parameters += [_flag(Launch, name, runtimes) for name in names]
+                parameters += [_flag(also, name, None) for name in own] if also is not None else []
             else:
                 by_name = inspect.Parameter.KEYWORD_ONLY
                 parameters.append(parameter.replace(kind=by_name, annotation=hints[parameter.name]))
 
         def command(**given: Any) -> None:
-            flags = {name: given.pop(name) for name in names}
+            flags = {name: given.pop(name) for name in (*names, *own)}
             if flags.get("store") is not None:
                 flags["store"] = store_path(flags["store"])
             function(flags=flags, **given)
@@ -101,9 +150,9 @@ def launch_flags(*names: str, runtimes: Any = None) -> Callable[[Callable[..., N
     return decorated
 
 
-def _flag(name: str, runtimes: Any) -> inspect.Parameter:
+def _flag(spec: type[Spec], name: str, runtimes: Any) -> inspect.Parameter:
     """Return the flag of an option: its type where that is plain, else text, which the declaration reads."""
-    field = Launch.model_fields[name]
+    field = spec.model_fields[name]
     kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind is not type(None)]
     if name == "runtime" and runtimes is not None:
         kind = runtimes
@@ -116,7 +165,7 @@ def _flag(name: str, runtimes: Any) -> inspect.Parameter:
     if name == "scaling":
         kind, flag = bool, "--scaling/--no-scaling"
     option = typer.Option(
-        flag, help=_HELP.get(name, field_docs(Launch).get(name)), metavar=_METAVARS.get(name), show_default=False
+        flag, help=_HELP.get(name, field_docs(spec).get(name)), metavar=_METAVARS.get(name), show_default=False
     )
     kinded = Annotated[kind | None, option]  # type: ignore[valid-type]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kinded)
@@ -162,9 +211,28 @@ def choose(loaded: JobFile, flags: Flags, cache: Path, cpus: int | None = None) 
         given["budget"] = (loaded.launch.budget or Budget()).model_dump() | {"cpus": cpus}
     if given.get("shadows") is not None:
         given["shadows"] = _shadows(given["shadows"])
-    try:
+    with _flags_named():
         return loaded.call(given, lambda loc: "--cpus" if loc[0] == "budget" else _name_of(loc[0]))
-    except SpecError as error:  # a flag stands for its option: "--loaders is '0'"
+
+
+def simulate_options(flags: Flags) -> SimulateOptions:
+    """Take the options of `overlord simulate` out of the flags of its command line.
+
+    Raises:
+        SpecError: An option is wrong.
+    """
+    own = {name: flags.pop(name) for name in SimulateOptions.model_fields}
+    given = {name: value for name, value in own.items() if value is not None}
+    with _flags_named():
+        return SimulateOptions.from_mapping(given, lambda loc: _name_of(loc[0]) if loc else "simulate")
+
+
+@contextmanager
+def _flags_named() -> Iterator[None]:
+    """Let a flag stand for its option in errors: "--loaders is '0'"."""
+    try:
+        yield
+    except SpecError as error:
         text = re.sub(r"^(--[a-z-]+): (?:budget\.cpus|\w+)", r"\1", str(error), flags=re.MULTILINE)
         raise SpecError(text) from None
 

@@ -17,7 +17,6 @@ from typing import Any, cast
 import numpy as np
 import psutil
 
-from overlord.cli.collecting import Collector
 from overlord.cli.options import layout_advice, layout_words, strategy_name
 from overlord.cli.output import Tell
 from overlord.cli.sources import context_notes, count_indexed, isolated, open_each
@@ -31,6 +30,7 @@ from overlord.launch_spec import Launch
 from overlord.planning.strategies import follows_reports
 from overlord.readers.index import IndexCache
 from overlord.readers.source_files import SourceFiles
+from overlord.reports.collecting import Collector
 from overlord.reports.summary import RunSummary, SourceSummary, media_of
 from overlord.roles.client import Client
 from overlord.roles.source_loader import judge_tolerance

@@ -389,9 +389,13 @@ class Profile:
 
     def cost(self, name: str) -> SourceCost:
         """Return the cost of a source; SpecError where it was not measured."""
+        return self.source(name).cost
+
+    def source(self, name: str) -> SourceProfile:
+        """Return what was measured of a source; SpecError where nothing was."""
         for one in self.sources:
             if one.name == name:
-                return one.cost
+                return one
         raise SpecError(f"source {name!r} is not in the profile; its cost is unknown. {_REMEDY}.")
 
     def joined(self, newer: Profile) -> Profile:

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 import overlord as ol
-from overlord.cli import collecting
-from overlord.cli.collecting import Collector
 from overlord.core.draw import Buffer, Draw, Limits
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan, chain_digest
@@ -26,6 +24,8 @@ from overlord.planning.balancing.evenness import (
     step_time,
 )
 from overlord.planning.checking import Strategy, run_strategy
+from overlord.reports import collecting
+from overlord.reports.collecting import Collector
 
 NAMES = ("a", "b")
 LIMITS = Limits(context_length=8, microbatch_tokens=16)

@@ -2,8 +2,9 @@
 
 The samples of a step are drawn by the shares of its step. Their work waits in the queue of its source, the oldest step
 first, and each worker takes a sample at a time. Workers that are busy share the CPUs: where there are more of them than
-CPUs, all are slower. A step is there when all its samples are. Loaders work on the step in hand and `prefetch` steps
-after it. Everything is counted in ticks; there is no other clock, and luck is seeded.
+CPUs, those of the oldest step go first, and the others are slower. A step is there when all its samples are. Loaders
+work on the step in hand and `prefetch` steps after it. The clock goes from one event to the next, in ticks where CPUs
+are shared or workers change; luck is seeded.
 
 A change of workers takes time: a new worker produces after `start_s`, in a new host after `host_start_s`; one that is
 given back holds its memory for `drain_s` more, and what replaces it starts only then.
@@ -22,6 +23,9 @@ from overlord.scaling.profiles import SourceCost
 Scale = Callable[[int, tuple[int, ...]], Sequence[int]]
 """Told (the step that is being taken, the workers of each source), returns the workers there should be."""
 
+_DONE_S = 1e-7
+"""Less work than this is rounding."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -30,11 +34,11 @@ class World:
     costs: tuple[SourceCost, ...]
     shares: np.ndarray
     """Of each step and source."""
-    samples: int
+    samples: float
     """Of a step."""
-    step_s: float
-    """Seconds that the trainer takes for a step."""
-    cpus: int
+    step_s: float | np.ndarray
+    """Seconds that the trainer takes for a step; of each step, where they differ."""
+    cpus: float
     """For workers: planner and constructors are paid."""
     prefetch: int = 2
     interval: int = 2
@@ -70,10 +74,18 @@ class Outcome:
     events: int = 0
     """Changes of one source's workers."""
 
+    seconds: float = 0.0
+    """From the first step, which is the start, to the end of the last."""
+
     @property
     def stall_s(self) -> float:
         """Seconds that the trainer waited, all in all."""
         return sum(self.waits)
+
+    @property
+    def steps_per_s(self) -> float:
+        """Steps that the trainer took in a second, waits included."""
+        return len(self.waits) / max(self.seconds, 1e-12)
 
 
 class Loaders:
@@ -113,6 +125,11 @@ class Loaders:
                     self._late_bytes.append((begin, (after - n) * buffer))
         return changed
 
+    @property
+    def changing(self) -> bool:
+        """Whether workers start or drain."""
+        return bool(self._coming or self._held or self._late_bytes)
+
     def at(self, now: float) -> np.ndarray:
         """Return how many workers of each source produce."""
         for ready, source, count in self._coming:
@@ -134,17 +151,17 @@ class Loaders:
 
     def _cancel(self, source: int, count: int) -> None:
         """Take workers away: first such as have not begun."""
-        for number, (ready, who, coming) in enumerate(self._coming):
-            if who == source and count:
+        for number, (ready, of, coming) in enumerate(self._coming):
+            if of == source and count:
                 fewer = min(count, coming)
-                self._coming[number] = (ready, who, coming - fewer)
+                self._coming[number] = (ready, of, coming - fewer)
                 count -= fewer
         self.active[source] -= count
 
     def _deal(self, now: Sequence[Sequence[int]]) -> Deal:
         """Deal the workers to hosts; start as many further ones as that needs, and let empty ones go."""
         world = self.world
-        mean = world.shares.mean(axis=0) * world.samples / world.step_s
+        mean = world.shares.mean(axis=0) * world.samples / max(float(np.mean(world.step_s)), 1e-9)
         loads = [float(min(1.0, rate * cost.transform_s)) for rate, cost in zip(mean, world.costs, strict=True)]
         while True:
             found = deal(self.workers, now, self.hosts, world.per_actor, loads=loads)
@@ -161,38 +178,60 @@ def simulate(world: World, workers: Sequence[int], scale: Scale | None = None) -
     """Let a trainer take all steps; `scale` is asked once an interval."""
     work = world.work()
     steps, depth = len(work), world.prefetch + 1
+    step_s = np.broadcast_to(world.step_s, (steps,)).tolist()
     padded = np.concatenate([work, np.zeros((depth, work.shape[1]))])
     queue = padded[:depth].copy()
     mean = np.array([cost.transform_s for cost in world.costs])
     part = np.array([cost.cpu_share for cost in world.costs])
     loaders, out = Loaders(world, workers), Outcome()
-    tick, taken, now = world.tick_s, 0, 0.0
+    taken, now, began = 0, 0.0, 0.0
     free_at: float | None = None  # when the trainer asks for its next step; None until the first is there
-    number = 0
+    out.peak_bytes = loaders.bytes()
     while taken < steps:
-        active = loaders.at(now)
-        left = active * tick
+        # Go on to the next moment at which a rate may change: the first step in the queue is ready, the trainer is
+        # free, or, where sources share CPUs or workers come and go, a tick is over.
+        waiting = queue.sum(axis=0)
         # A sample is one worker's: the last few keep no more workers busy than there are samples.
-        able = np.minimum(left, np.ceil(queue.sum(axis=0) / mean - 1e-9) * tick)
-        able = np.minimum(able, queue.sum(axis=0))
-        wanted = float(able @ part)
-        if wanted > world.cpus * tick:
-            able *= world.cpus * tick / wanted
+        rate = np.minimum(loaders.at(now), np.ceil(waiting / mean - 1e-9))
+        shared = float(rate @ part) > world.cpus
+        if shared:
+            rate = _oldest_first(queue, rate, part, world.cpus)
+        first = queue[0] > 0
+        with np.errstate(divide="ignore"):  # a source that no worker has time for is not ready before a tick is over
+            ready_at = now + float((queue[0, first] / rate[first]).max(initial=0.0))
+        moments = [at for at in (ready_at, free_at) if at is not None and at > now]
+        then = min(moments) if not shared and not loaders.changing else min(*moments, now + world.tick_s)
+        able = np.minimum(rate * (then - now), waiting)
         out.used_cpu_s += float(able @ part)
-        out.worker_s += sum(loaders.workers) * tick
+        out.worker_s += sum(loaders.workers) * (then - now)
         for row in queue:
             done = np.minimum(able, row)
             row -= done
             able -= done
-        number += 1
-        now = number * tick
-        out.peak_bytes = max(out.peak_bytes, loaders.bytes())
+        queue[queue < _DONE_S] = 0.0
+        now = then
+        if scale is not None:
+            out.peak_bytes = max(out.peak_bytes, loaders.bytes())
         out.peak_workers = max(out.peak_workers, sum(loaders.workers))
-        while taken < steps and (free_at is None or now >= free_at) and float(queue[0].max()) <= 1e-9:
-            out.waits.append(0.0 if free_at is None else max(0.0, now - free_at - tick))
-            free_at = max(now if free_at is None else free_at, now - tick) + world.step_s
+        while taken < steps and (free_at is None or now >= free_at) and not queue[0].any():
+            out.waits.append(0.0 if free_at is None else now - free_at)
+            began = now if free_at is None else began
+            free_at = now + step_s[taken]
             taken += 1
             queue = np.concatenate([queue[1:], padded[taken + depth - 1 : taken + depth]])
             if scale is not None and taken % world.interval == 0:
                 out.events += loaders.change(now, scale(taken, loaders.workers))
+    out.seconds = (now if free_at is None else free_at) - began
+    return out
+
+
+def _oldest_first(queue: np.ndarray, rate: np.ndarray, part: np.ndarray, cpus: float) -> np.ndarray:
+    """Return the rates of sources where CPUs are short: those that hold up the oldest step have them first."""
+    oldest = np.argmax(queue > 0, axis=0)
+    out = np.zeros_like(rate)
+    for row in range(len(queue)):
+        here = np.where((oldest == row) & (queue[row] > 0), rate, 0.0)
+        wanted = float(here @ part)
+        out += here * min(1.0, cpus / wanted) if wanted > 0 else here
+        cpus = max(cpus - wanted, 0.0)
     return out

@@ -1,0 +1,203 @@
+"""`overlord simulate`: figures that agree with each other, with a plan and with simple cases; what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import overlord as ol
+from overlord.cli.main import app
+from overlord.core.messages import MetaRequest
+from overlord.core.samples import META, SKIP, Cursor
+from overlord.job_files import LaunchOptions, dump_job_yaml
+from overlord.planning.checking import run_strategy
+from overlord.runtimes.autoscaling.profiling import profile_job, write_profile
+from overlord.runtimes.autoscaling.simulation import MeasuredLoaders, StepClock, simulated_feed, unit_seconds
+from overlord.runtimes.launching.service_options import ServiceOptions
+from overlord.scaling.profiles import SourceCost
+
+
+def call(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def simulated(*arguments: object) -> dict[str, Any]:
+    outcome = call("simulate", *arguments, "--json")
+    assert outcome.exit_code == 0, outcome.stderr
+    return json.loads(outcome.stdout)
+
+
+@pytest.fixture(scope="module")
+def job_file(mixed_job: ol.Job, cache: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    job = mixed_job.replace(batch=ol.Batch(2048, global_samples=64))
+    path = tmp_path_factory.mktemp("simulate") / "job.yaml"
+    path.write_text(dump_job_yaml(job, LaunchOptions(mesh=ol.ClientPlaceTree(dp=2))))
+    options = ServiceOptions(mesh=ol.ClientPlaceTree(), cache=cache)
+    found = profile_job(job, options, when="2030-01-01T00:00:00+00:00", samples=8, seconds=0.05)
+    assert not found.failed
+    write_profile(path.with_name("job.profile.json"), found.profile)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def own_cache(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OVERLORD_CACHE", cache)
+
+
+# ---- the command on a real job
+
+
+@pytest.fixture(scope="module")
+def told(job_file: Path, cache: str) -> dict[str, Any]:
+    arguments = ("--mesh", "dp=2,tp=2", "--gpus", "8,64", "--steps", 2, "--rows", 40, "--cache", cache)
+    return simulated(job_file, *arguments, "--hours", 0.05)
+
+
+def test_each_mesh_has_its_strategies_beside_dealing(told: dict[str, Any]) -> None:
+    assert [mesh["gpus"] for mesh in told["meshes"]] == [8, 64]
+    assert [mesh["mesh"] for mesh in told["meshes"]] == ["pp=1 dp=4 cp=1 tp=2", "pp=1 dp=32 cp=1 tp=2"]
+    for mesh in told["meshes"]:
+        names = [one["strategy"] for one in mesh["strategies"]]
+        assert names == ["vanilla", "backbone_balance", "vlm_hybrid"]
+        dealt, *others = mesh["strategies"]
+        assert dealt["speedup"] == 1
+        for one in others:
+            assert one["speedup"] == pytest.approx(dealt["step_s"] / one["step_s"]) and one["speedup"] > 1
+            assert 0 < one["encoder_s"] < one["step_s"] <= one["longest_step_s"]
+            assert 0 <= one["waits"] < 0.05  # it has the workers that it needs
+            assert one["feed_samples_per_s"] >= one["needed_samples_per_s"] > 0
+            assert one["tokens_per_s"] == pytest.approx(mesh["tokens"] / one["step_s"], rel=0.06)
+            assert one["plan_s"] > 0 and one["plan_bytes"] > 0 and one["host_bytes"] <= one["most_host_bytes"]
+
+
+def test_the_batch_grows_with_the_data_parallel_groups(told: dict[str, Any]) -> None:
+    assert [mesh["samples"] for mesh in told["meshes"]] == [32 * 4, 32 * 32]
+    assert [mesh["hosts"] for mesh in told["meshes"]] == [1, 8]
+    assert any("32 samples for each data-parallel group" in words for words in told["assumed"])
+
+
+def test_more_gpus_need_more_of_everything(told: dict[str, Any]) -> None:
+    small, large = (mesh["strategies"][-1] for mesh in told["meshes"])
+    for figure in ("plan_bytes", "needed_samples_per_s", "cpus", "bytes", "read_bytes", "tokens_per_s"):
+        assert large[figure] > small[figure], figure
+
+
+def test_too_few_workers_make_trainers_wait(job_file: Path) -> None:
+    # A GPU a thousand times as fast takes more than one worker can prepare.
+    fast = ("--gpus", 64, "--global-samples", 64, "--gpu-speed", 1000, "--hours", 0.0001, "--cpus", 1)
+    outcome = call("simulate", job_file, *fast, "--steps", 1, "--rows", 10, "--strategy", "backbone_balance")
+    assert outcome.exit_code == 0, outcome.stderr
+    text = " ".join(outcome.stdout.replace("\u202f", " ").split())
+    assert "64 GPUs, backbone_balance: trainers wait" in text
+    assert "1 worker of all sources together" in text and "64 GPUs on 8 hosts: pp=1 dp=64" in text
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--gpus", "12"), "a data-parallel group of the mesh pp=1 dp=2 cp=1 tp=8 has 8 GPUs"),
+        (("--gpus", "many"), "'many' is no number of GPUs"),
+        (("--gpus", "0"), "'0' is no number of GPUs"),
+        (("--steps", "0"), "--steps is 0: this must be at least 1"),
+        (("--gpu-speed", "0"), "--gpu-speed is 0.0: this must be at least 0.001"),
+        (("--cpus", "0"), "--cpus is 0"),
+        (("--global-samples", "8", "--global-tokens", "4096"), "a step has one size"),
+        (("--global-tokens", "100"), "less than context_length"),
+        (("--cost", "quadratic"), "has no time"),
+        (("--cost", "lama"), "there is no cost model 'lama'"),
+        (("--cost", "{causal_lm: {layers: 8, hidden: 512}}"), "Give --tflops"),
+        (("--cost", "{causal_lm: {layers: 8, hidden: 512}}", "--tflops", "9", "--layers", "8"), "--layers is 8"),
+        (("--tflops", "400"), "it would have no effect"),
+        (("--strategy", "nothing"), "there is no strategy 'nothing'"),
+        (("--profile", "nowhere.json"), "there is no such file"),
+    ],
+)
+def test_bad_input_ends_with_words_and_2(job_file: Path, arguments: tuple[str, ...], words: str) -> None:
+    outcome = call("simulate", job_file, "--mesh", "dp=2,tp=8", *arguments)
+    assert outcome.exit_code == 2, outcome.output
+    assert words in " ".join(outcome.stderr.split()) and "Traceback" not in outcome.stderr
+
+
+# ---- the parts
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seconds=st.lists(st.floats(0.001, 0.2), min_size=1, max_size=5),
+    workers=st.integers(1, 8),
+    slots=st.integers(1, 12),
+    step_s=st.sampled_from([0.0, 0.5, 2.0]),
+)
+def test_a_feed_is_never_faster_than_its_slowest_part(seconds, workers, slots, step_s) -> None:
+    costs = [SourceCost(name=str(n), transform_s=one) for n, one in enumerate(seconds)]
+    counts = np.full((40, len(costs)), 10.0)
+    out = simulated_feed(costs, counts, [workers] * len(costs), step_s, slots=slots)
+    bound = max(10 * max(seconds) / workers, 10 * sum(seconds) / slots, step_s)
+    # The samples of a run may cost less than the mean; half a per cent of work is rounding.
+    assert 1 / out.steps_per_s > 0.8 * bound
+    assert len(out.waits) == 40 and out.stall_s == pytest.approx(out.seconds - 40 * step_s, abs=1e-6)
+    # Slots that are short are never idle while a source has work; the first and last steps overlap less.
+    assert 1 / out.steps_per_s < 1.5 * bound + 10 * max(seconds)
+
+
+def test_planning_decoding_and_the_hand_over_bound_a_feed_too() -> None:
+    cost = SourceCost(name="photos", transform_s=0.001, handover_s=0.01, decode_s=0.1)
+    counts = np.full((50, 1), 20.0)
+    assert simulated_feed([cost], counts, [4]).steps_per_s == pytest.approx(1 / 0.2, rel=0.1)
+    assert simulated_feed([cost], counts, [4], decoders=2).steps_per_s == pytest.approx(1 / 1.0, rel=0.1)
+    assert simulated_feed([cost], counts, [4], plan_s=2.0).steps_per_s == pytest.approx(1 / 2.0, rel=0.1)
+
+
+def test_a_step_takes_what_the_cost_model_says() -> None:
+    buffer = ol.summary_buffer({"web": [4000, 4000, 4000, 4000]}, context_length=8192)
+    unit_s = unit_seconds(ol.costs.llama_12b, 45, None)
+    clock = StepClock(backbone=ol.costs.llama_12b, backbone_unit_s=unit_s, encoder=ol.costs.vit_2b, encoder_unit_s=1.0)
+
+    def differs(**sizes: int) -> float:
+        """Return the seconds over those of two sequences and of the microbatches that they are in."""
+        tree = ol.ClientPlaceTree(**sizes)
+        plan = run_strategy(ol.strategies.backbone_balance(), buffer, tree)
+        backbone_s, encoder_s = clock.seconds(plan)
+        assert encoder_s == 0
+        sequences = 2 * (ol.costs.llama_12b.microbatch_time([4000]) - gamma) * 2 / tree.dp / tree.tp
+        stages = plan.num_microbatches + tree.pp - 1  # every stage has its part of the layers
+        expected = (sequences / plan.num_microbatches + gamma) * stages / tree.pp
+        return backbone_s / (45 * expected / 1000)
+
+    gamma = ol.costs.llama_12b.gamma
+    for sizes in ({"dp": 1}, {"dp": 2}, {"dp": 2, "tp": 4}, {"dp": 2, "pp": 2}):
+        assert differs(**sizes) == pytest.approx(1, rel=1e-3), sizes
+
+
+def test_flops_have_a_time_with_what_a_gpu_reaches() -> None:
+    model = ol.costs.causal_lm(layers=32, hidden=4096)
+    flops = model.microbatch_time([8192])
+    assert flops / model.quantum * unit_seconds(model, 1, 400.0) == pytest.approx(flops / 400e12)
+
+
+def test_measured_rows_are_drawn_again_and_never_end() -> None:
+    meta = np.zeros(10, META)
+    meta["tokens"] = np.arange(100, 110)
+    meta["flags"][3] = SKIP | 2
+    meta["images"], meta["items"] = 2, 1 + 2 * np.arange(10)
+    items = np.arange(80, dtype=np.int32).reshape(20, 4)
+    loaders = MeasuredLoaders([(meta, items)])
+    delta = loaders.summary_buffer([MetaRequest(0, Cursor(0, 0, 5), 1000)])[0]
+    assert delta.next_cursor == Cursor(0, 0, 1005) and delta.meta["row"].tolist() == list(range(5, 1005))
+    assert set(delta.meta["tokens"].tolist()) == set(range(100, 110)) and not (delta.meta["flags"] & 2).any()
+    assert (delta.meta["flags"] == SKIP).any()
+    # The images of a row stay its own.
+    first = delta.items[delta.meta["items"] - 1, 0]
+    assert (first == 8 * (delta.meta["tokens"] - 100)).all()
+    again = loaders.summary_buffer([MetaRequest(0, Cursor(0, 0, 505), 500)])[0]
+    assert (again.meta["tokens"] == delta.meta["tokens"][500:]).all()
