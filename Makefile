@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo demo-long test test-slow test-nightly test-all lint bench clean
+.PHONY: setup demo demo-long test test-slow test-nightly test-all lint docs bench clean
 
 setup: $(READY)
 
@@ -52,6 +52,11 @@ test-nightly: $(READY)
 	$(BIN)/python -m pytest -q -m nightly tests -n $(JOBS) --dist worksteal --durations=20
 
 test-all: test test-slow test-nightly
+
+# The site, into build/docs: open build/docs/index.html, no server and no network needed. A broken link or anchor fails it.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "build/docs/index.html"
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
