@@ -1,7 +1,7 @@
 """Hooks of mkdocs: pages of the site that are made from other files, and links between the site and the repository.
 
-The README is the site's first page. Files outside `docs/` that pages link to are in the site under the path that they have
-in the repository, so a link is checked by mkdocs whether it is followed there or on a forge.
+The README is the site's first page. Files outside `docs/` that pages link to are in the site under the path that they
+have in the repository, so a link is checked by mkdocs whether it is followed there or on a forge.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import griffe
-import overlord
 from mkdocs.structure.files import File
+
+import overlord
 
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)\s#]+)")
@@ -28,8 +29,8 @@ API = {
     "Services": "launch connect replay Service Client Budget Scaling",
     "Meshes and plans": "ClientPlaceTree DGraph LoadingPlan SampleId balance plan_raw summary_buffer loader_do_plan "
     "constructor_do_plan",
-    "Errors": "OverlordError SpecError SourceError ReaderError ToleranceError PlanError HookError StateError StoreError "
-    "ReportMissing ServiceLost ClosedError",
+    "Errors": "OverlordError SpecError SourceError ReaderError ToleranceError PlanError HookError StateError "
+    "StoreError ReportMissing ServiceLost ClosedError",
 }
 MODULES = ["strategies", "costs", "hooks"]
 INTEGRATIONS = {
