@@ -90,7 +90,12 @@ def commands() -> str:
     """Return the help of all commands as one page."""
     words = [sys.executable, "-m", "typer", "overlord.cli.main", "utils", "docs", "--name", "overlord"]
     text = subprocess.run(words, check=True, capture_output=True, text=True).stdout
-    return "# Commands\n\n" + text.replace("```console\n$ ", "```bash\n").split("\n", 1)[1]
+    text = "# Commands\n\n" + text.replace("```console\n$ ", "```bash\n").split("\n", 1)[1]
+    # typer cuts the lines of its lists of commands: each gets the whole first sentence of the command's own section.
+    for command, words in re.findall(r"^##+ `overlord ([\w ]+)`\n\n(.*)$", text, re.MULTILINE):
+        link = f"[`{command}`](#overlord-{command.replace(' ', '-')})"
+        text = re.sub(rf"^\* `{command.split()[-1]}`: .*$", f"* {link}: {words}", text, count=1, flags=re.MULTILINE)
+    return text
 
 
 def api() -> dict[str, str]:
