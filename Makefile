@@ -3,25 +3,33 @@ PYTHON ?= python3
 JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
+USABLE := $(VENV)/.usable
 READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo demo-long test test-slow test-trainers test-nightly test-all lint bench clean
+.PHONY: setup demo demo-long test test-slow test-trainers test-nightly test-all lint docs bench clean
 
 setup: $(READY)
 
-$(READY): pyproject.toml
+# What runs a job: a tenth of what the tests need.
+$(USABLE): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "overlord needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ echo "the venv module is missing; on Debian: apt-get install python3-venv"; exit 2; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(PIP) --upgrade pip
+	$(PIP) -e '.[dashboard]'
 	$(BIN)/python -m compileall -q src  # an editable install has no bytecode, and some environments let no process write any
 	$(BIN)/python -c 'from overlord.runtimes.launching.deployment import warm_everything as warm; warm()'  # compiled once, so that no first run waits for it
+	@touch $(USABLE)
+
+# Everything: the trainers, Ray, linters, the documentation site.
+$(READY): $(USABLE)
+	$(PIP) torch==2.13.0
+	$(PIP) -e '.[dev]'
 	@touch $(READY)
 
-demo: $(READY)
+demo: $(USABLE)
 	$(BIN)/overlord demo
 
 # The demo's text, trained by four ranks on the CPU that share long sequences.
@@ -66,6 +74,11 @@ test-trainers: $(TRAINERS)/.ready
 		tests/integrations/test_torchtitan.py tests/integrations/test_deepspeed.py tests/integrations/test_veomni.py
 
 test-all: test test-slow test-trainers test-nightly
+
+# The site, into build/docs: open build/docs/index.html, no server and no network needed. A broken link or anchor fails it.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "build/docs/index.html"
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks

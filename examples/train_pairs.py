@@ -1,6 +1,6 @@
 """A tiny text encoder trained on contrastive pairs that two hooks build from the demo's text: the loop to copy.
 
-    make demo
+    make setup demo
     .venv/bin/python examples/train_pairs.py overlord-demo/job.yaml --steps 30
 
 Each document becomes two crops of itself (`pair_hooks.py`). The loss is InfoNCE: a crop must find the other crop of its

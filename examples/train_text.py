@@ -2,7 +2,7 @@
 
 It takes the text sources of a job file and a batch that two CPU cores can train on.
 
-    make demo
+    make setup demo
     .venv/bin/torchrun --nproc-per-node 2 examples/train_text.py overlord-demo/job.yaml --steps 20
 """
 

@@ -40,7 +40,7 @@ from overlord.runtimes.supervision.page_process import PageProcess
 from overlord.runtimes.supervision.service_process import ServiceProcess, ray_service
 from overlord.scaling.autoscaler import Scaling
 from overlord.storage import StorageOptions
-from overlord.stores.places import open_place
+from overlord.stores.places import open_place, store_path
 from overlord.stores.store import FoundLineage, copy_lineages, kept_job, lineage_before, newest_lineage
 
 if TYPE_CHECKING:
@@ -459,7 +459,7 @@ def replay(
         SpecError: for what the user got wrong.
         StateError: The store does not hold the step, or the job, mesh or strategy is not that of the run.
     """
-    path = _store_of(store)
+    path = store_path(store)
     if "://" not in path and not Path(path).is_dir():
         raise StateError(f"the store {path!r} is no folder; there is nothing to replay. Give the store of a run.")
     place = open_place(path, store_options)
@@ -533,7 +533,7 @@ def service_options(job: Job, options: Launch) -> ServiceOptions:
         prefetch=options.prefetch,
         **sizing_of(job, options),
         heartbeat_s=options.heartbeat,
-        store=None if options.store is None else _store_of(options.store),
+        store=None if options.store is None else store_path(options.store),
         store_options=options.store_options,
         job_text=None if options.store is None else _job_text(job, options),
         keep=options.keep,
@@ -642,10 +642,6 @@ def _mixture_of(given: Mapping[str, Any], now: Mixture) -> Mixture:
         return Mixture.from_mapping(given)
     fixed = {name: getattr(now, name) for name in FIXED_WHILE_RUNNING}
     return Mixture.from_mapping({"weights": given, **fixed, "temperature": now.temperature})
-
-
-def _store_of(store: str | os.PathLike[str]) -> str:
-    return str(store) if "://" in str(store) else str(Path(store).expanduser().absolute())
 
 
 def _check_state(state: object, store: object) -> Mapping[str, Any] | None:

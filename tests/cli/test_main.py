@@ -126,6 +126,15 @@ def test_a_store_used_again_is_told(job_file: Path, tmp_path: Path) -> None:
     assert not any("lineage" in note for note in result_of(*run, "--resume")["notes"])
 
 
+def test_a_store_may_be_named_from_the_working_folder(job_file: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/first", "runs/second"):
+        result_of("run", job_file, "--runtime", "inline", "--steps", 2, "--store", name)
+    sample = result_of("steps", "show", "--store", "runs/first", "--step", 1)["rows"][0]["sample"]
+    assert result_of("steps", "show", "--store", "runs/first", "--sample", sample)["step"] == 1
+    assert result_of("steps", "diff", "runs/first", "runs/second")["same"]
+
+
 def test_resume_goes_on_from_the_newest_snapshot(job_file: Path, tmp_path: Path) -> None:
     whole = result_of("run", job_file, "--runtime", "inline", "--steps", 20)
     result_of("run", job_file, "--runtime", "inline", "--steps", 16, "--store", tmp_path / "store")

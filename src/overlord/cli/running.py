@@ -37,7 +37,7 @@ from overlord.roles.source_loader import judge_tolerance
 from overlord.runtimes.hosts.prefetch import SerialWorkers
 from overlord.runtimes.launching.deployment import check_multiples, limits_of, media_shape, try_sources
 from overlord.session import Service, launch
-from overlord.stores.places import open_place
+from overlord.stores.places import open_place, store_path
 from overlord.stores.store import newest_lineage
 from overlord.transforms.samples.sample_kinds import make_transform
 
@@ -127,7 +127,7 @@ def aside_notes(options: Launch) -> list[str]:
     begin = 0 if state is None else int(state["step"]) if isinstance(state, Mapping) else state
     if "://" not in options.store:
         _make_folder(options.store)
-    found = newest_lineage(open_place(options.store, options.store_options))
+    found = newest_lineage(open_place(store_path(options.store), options.store_options))
     if found is None or found.newest.step <= begin:  # a snapshot of where this run begins is of this run too
         return []
     return [

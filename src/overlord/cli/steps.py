@@ -61,7 +61,7 @@ from overlord.roles.client import TOKEN_KEYS, Batch, Step
 from overlord.runtimes.launching.deployment import order_of
 from overlord.runtimes.launching.resume import canonical, changes_of, with_added_sources, with_changes
 from overlord.session import Service, launch, replay
-from overlord.stores.places import open_place
+from overlord.stores.places import open_place, store_path
 from overlord.stores.store import FoundLineage, kept_job, newest_lineage
 from overlord.transforms.microbatches.packing_kernels import IGNORE_INDEX
 from overlord.transforms.microbatches.per_microbatch import cut_runs
@@ -467,7 +467,7 @@ def lineage_of_run(store: str) -> FoundLineage:
     """
     if "://" not in store and not Path(store).is_dir():
         raise StateError(f"the store {store!r} is no folder; it holds no run. Give the store of a run.")
-    found = newest_lineage(open_place(store))
+    found = newest_lineage(open_place(store_path(store)))
     if found is None:
         raise StateError(f"the store {store!r} holds no snapshot of a run. Give the store of a run.")
     return found
@@ -575,7 +575,7 @@ def _cursor_in(state: Mapping[str, Any], name: str) -> Cursor:
 
 
 def _job_of_run(store: str, found: FoundLineage) -> Job:
-    text = open_place(store).read(kept_job(found))
+    text = open_place(store_path(store)).read(kept_job(found))
     if text is None:
         raise SpecError(f"the store {store!r} does not hold the job of its run, which has Python functions. Give JOB.")
     with TemporaryDirectory() as folder:

@@ -88,6 +88,11 @@ OpenPlace = Callable[[str, StorageOptions | None], Place]
 """Opens the place that a path or a URL names."""
 
 
+def store_path(store: str | os.PathLike[str]) -> str:
+    """Return a store as every process finds it: a URL as it is, a path from the root."""
+    return str(store) if "://" in str(store) else str(Path(store).expanduser().absolute())
+
+
 def open_place(store: str, options: StorageOptions | None = None) -> Place:
     """Return the place that a path or a URL names; a folder is made.
 
@@ -104,8 +109,8 @@ def open_place(store: str, options: StorageOptions | None = None) -> Place:
     """
     if "://" not in store or store.startswith("file://"):
         if "://" not in store and not Path(store).is_absolute():
-            # `launch` makes paths absolute. A relative one depends on the working folder of whichever process opens it,
-            # so the next one would not find the journal.
+            # `store_path` makes paths absolute. A relative one depends on the working folder of the process that opens
+            # it, so the next one would not find the journal.
             raise SpecError(f"store: {store!r} is a relative path; a restart could not find it. Give an absolute one.")
         _, path, _ = filesystem_of(store, options or {})
         return LocalPlace(Path(path))
