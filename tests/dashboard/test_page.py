@@ -340,6 +340,7 @@ def test_in_a_browser(service, changing_page):
             tab.locator("#change button").click()
             expect(tab.locator("#change-words")).to_contain_text("It holds from step")
             expect(tab.locator("#marks li").first).to_contain_text("the mixture was set")
+            tab.locator("#find").scroll_into_view_if_needed()  # a table that is out of sight is not kept up
             share = tab.locator("#source-rows tr", has_text=names[0]).locator("td:nth-child(3)")
             expect(share).to_have_text("90 %", timeout=15000)
             assert wrong == [] and all(url.startswith((page.url, "data:")) for url in asked)
