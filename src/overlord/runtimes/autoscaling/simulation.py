@@ -44,7 +44,7 @@ from overlord.roles.planner import MakePlan, Planner, PlannerStart
 from overlord.roles.poisoned_rows import PoisonedRows
 from overlord.roles.ports import Loaders
 from overlord.runtimes.autoscaling.sizing import NO_LIMIT
-from overlord.runtimes.launching.deployment import Progress
+from overlord.runtimes.launching.service_options import Progress
 from overlord.scaling.feed_simulator import Outcome, World, simulate
 from overlord.scaling.partition import Partition, partition
 from overlord.scaling.profiles import Profile, Resources, SourceCost, counted_by_workers, demand

@@ -17,7 +17,8 @@ import weakref
 from collections.abc import Callable
 
 from overlord.errors import SpecError
-from overlord.runtimes.supervision.child import LIMITS, start_python
+from overlord.runtimes.supervision.child import LIMITS
+from overlord.runtimes.supervision.early_start import start_python
 
 LOOPBACK = "127.0.0.1"
 LOOPBACKS = (LOOPBACK, "::1")
