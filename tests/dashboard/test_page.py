@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import contextlib
 import dataclasses
@@ -174,6 +175,29 @@ def test_a_change_that_is_refused_is_answered_in_the_words_of_the_service(changi
     assert code == 400 and words in answer["error"]
 
 
+@pytest.mark.slow
+def test_the_command_shows_the_token_once_and_only_to_this_host(service):
+    command = [
+        sys.executable,
+        "-m",
+        "overlord",
+        "dashboard",
+        service.address,
+        "--port",
+        "0",
+        "--allow-changes",
+        "--json",
+    ]
+    refused = subprocess.run([*command, "--host", "0.0.0.0"], capture_output=True, text=True)
+    assert refused.returncode == 2 and "use a tunnel" in refused.stdout + refused.stderr
+    shown = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    with shown:
+        told = json.loads(shown.stdout.readline())
+        code, answer = change(argparse.Namespace(url=told["url"]), told["token"], "park_source", "no such source")
+        shown.terminate()
+    assert (code, "no such source" in answer["error"]) == (400, True)
+
+
 def test_changes_are_those_of_the_service(ids_job, tmp_path):
     with ol.launch(ids_job, cache=tmp_path, mesh="dp=2") as service, served(service, "the token") as page:
         first, second = ids_job.names[:2]
@@ -185,6 +209,9 @@ def test_changes_are_those_of_the_service(ids_job, tmp_path):
         weights = service.plan_raw(3).draw.weights
         assert weights[0] == pytest.approx(3 * weights[1])
         assert service.plan_raw(9).mesh == ol.ClientPlaceTree(dp=4)
+        made = [(one["step"], one["kind"], one["of"]) for one in service.history()["changes"]]
+        assert made[:4] == [(3, "mixture", ""), (4, "park", second), (6, "return", second), (8, "skip", "2")]
+        assert made[4][:2] == (9, "mesh") and "dp=4" in made[4][2]
 
 
 @pytest.mark.parametrize(("path", "words"), [("samples?bucket=99", "not among"), ("samples?step=x", "numbers")])

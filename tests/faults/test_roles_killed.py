@@ -57,6 +57,7 @@ def test_a_loader_with_a_shadow(ids_job, cache, expected, signum):
 
         assert consume(service, 0.02, at_step) == expected
         faults = service.status()["faults"]
+        assert all(0 <= fault["step"] <= service.status()["planner"]["next_step"] for fault in faults)
         assert [fault["role"] for fault in faults] == ["loader host 0"]
         assert faults[0]["promoted"] > 0
 
