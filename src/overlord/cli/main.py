@@ -740,6 +740,7 @@ EXAMPLES = {
     "demo": "--folder demo --steps 10",
     "explain": "job.yaml --mesh dp=8,cp=2 --strategy hdp --html plan.html",
     "profile": "job.yaml --seconds 5 --html profile.html",
+    "simulate": "job.yaml --mesh tp=4,pp=4 --gpus 288,576",
     "run": "job.yaml --mesh dp=8 --steps 100 --store run1",
     "serve": "job.yaml --mesh dp=8 --store run1 --address-file address",
     "status": "address",
