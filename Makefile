@@ -1,6 +1,7 @@
 # Two commands do everything on a fresh machine with plain python3: `make demo` and `make test`.
 PYTHON ?= python3
-JOBS ?= 2
+# One more than two cores: some tests wait for clocks and processes.
+JOBS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 USABLE := $(VENV)/.usable
