@@ -237,10 +237,11 @@ def check_command(words: list[str], written: set[str]) -> None:
         known = re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
         assert words[1] == "install" and {one for extra in extras for one in extra.split(",")} <= {*known}, words
     elif name in ("python", "torchrun"):
-        script = next(word for word in words if word.endswith(".py"))
+        module = words[2].replace(".", "/") + ".py" if words[1] == "-m" else ""
+        script = module or next(word for word in words if word.endswith(".py"))
         assert script in written or (ROOT / script).is_file(), words
         source = "" if script in written else (ROOT / script).read_text()
-        for option in re.findall(r" (--[\w-]+)", shlex.join(words).split(script)[1]):
+        for option in re.findall(r" (--[\w-]+)", shlex.join(words).split(words[2] if module else script)[1]):
             assert f'"{option}"' in source, f"{script} has no {option}"
     else:
         assert name in SHELL, f"{shlex.join(words)}: a command that no test knows"
