@@ -2,6 +2,7 @@
 PYTHON ?= python3
 # One more than two cores: some tests wait for clocks and processes.
 JOBS ?= 3
+SLOW_JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 USABLE := $(VENV)/.usable
@@ -54,7 +55,7 @@ test: lint
 # What takes more than a few seconds: real processes killed at every point, storms, Ray, torchrun with eight ranks.
 SLOW := $(BIN)/python -m pytest -q -m "slow and not nightly" tests
 test-slow: $(READY)
-	$(SLOW) -n $(JOBS) --dist loadscope --durations=20 || { test $$? -eq 1 && $(SLOW) $(AGAIN); }
+	$(SLOW) -n $(SLOW_JOBS) --dist loadscope --durations=20 || { test $$? -eq 1 && $(SLOW) $(AGAIN); }
 
 # What takes minutes each: 20,000 flipped bytes in a file of every format, thousands of fault schedules.
 test-nightly: $(READY)
