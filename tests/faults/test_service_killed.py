@@ -110,6 +110,7 @@ def test_what_a_client_holds_and_asks_after_a_kill(ids_job, cache):
         held = lazy.microbatches[0]
         time.sleep(0.5)  # the next step is built, and comes to hand with the step that follows
         step = next(client)
+        assert step.microbatches[0]  # with it the client asks for the step behind
         time.sleep(0.5)
         hit(service, signal.SIGSTOP)
         hit(service, signal.SIGKILL)
