@@ -484,7 +484,7 @@ def _forward_each(
         else:
             one = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*given, 0.0, causal, scale=scale)
         if b - a == len(q):
-            return one[0][0].transpose(0, 1), one[1].view(lse.shape)
+            return one[0][0].transpose(0, 1).contiguous(), one[1].view(lse.shape)  # models view it
         out[a:b], lse[:, a:b] = one[0][0].transpose(0, 1), one[1].view(len(lse), b - a)
     return out, lse
 
