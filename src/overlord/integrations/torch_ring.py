@@ -388,7 +388,7 @@ def forward_block(
     if keys is not None:
         k, v = keys.of(k), keys.of(v)
     bounds = (ring.bounds if queries is None else queries.bounds, ring.bounds if keys is None else keys.bounds)
-    run = (_forward_each if _calls_each(q, bounds) else _flash_forward) if q.is_cuda else _forward_each
+    run = _forward_each if _calls_each(q, bounds) else _flash_forward
     return run(q, k, v, bounds, of == ring.place, scale)
 
 
@@ -429,7 +429,7 @@ def backward_block(
     if keys is not None:
         k, v = keys.of(k), keys.of(v)
     bounds = (ring.bounds if queries is None else queries.bounds, ring.bounds if keys is None else keys.bounds)
-    run = (_backward_each if _calls_each(q, bounds) else _flash_backward) if q.is_cuda else _backward_each
+    run = _backward_each if _calls_each(q, bounds) else _flash_backward
     return run((grad, out, lse), q, k, v, bounds, of == ring.place, scale)
 
 
@@ -461,7 +461,9 @@ CUDNN_TOKENS = 2048
 
 
 def _calls_each(q: torch.Tensor, bounds: tuple[Bounds, Bounds]) -> bool:
-    """Whether a GPU computes segments one by one, with cuDNN."""
+    """Whether segments are computed one by one: on a CPU, and on a GPU with cuDNN where they are long."""
+    if not q.is_cuda:
+        return True
     tokens = min(one.spans[-1][1] if one.spans else 0 for one in bounds)
     return (
         tokens >= CUDNN_TOKENS * len(bounds[0].spans)
@@ -475,18 +477,17 @@ def _calls_each(q: torch.Tensor, bounds: tuple[Bounds, Bounds]) -> bool:
 def _forward_each(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: tuple[Bounds, Bounds], causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    exact = torch.promote_types(q.dtype, torch.float32)
-    out, lse = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0], dtype=exact, device=q.device)
+    outs: list[torch.Tensor] = []
+    sums: list[torch.Tensor] = []
     for (a, b), (c, d) in zip(bounds[0].spans, bounds[1].spans, strict=True):
         given = _heads_first(q[a:b]), _heads_first(k[c:d]), _heads_first(v[c:d])
         if q.is_cuda:
             one = torch.ops.aten._scaled_dot_product_cudnn_attention(*given, None, True, 0.0, causal, scale=scale)
         else:
             one = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*given, 0.0, causal, scale=scale)
-        if b - a == len(q):
-            return one[0][0].transpose(0, 1).contiguous(), one[1].view(lse.shape)  # models view it
-        out[a:b], lse[:, a:b] = one[0][0].transpose(0, 1), one[1].view(len(lse), b - a)
-    return out, lse
+        outs.append(one[0][0].transpose(0, 1))
+        sums.append(one[1].view(q.shape[1], b - a))
+    return _joined(outs), _joined(sums, 1)
 
 
 def _backward_each(
@@ -499,7 +500,7 @@ def _backward_each(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     grad, out, lse = known
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    gradients: tuple[list[torch.Tensor], ...] = ([], [], [])
     for (a, b), (c, d) in zip(bounds[0].spans, bounds[1].spans, strict=True):
         given = (
             *(_heads_first(grad[a:b]), _heads_first(q[a:b]), _heads_first(k[c:d]), _heads_first(v[c:d])),
@@ -513,11 +514,15 @@ def _backward_each(
             )  # fmt: skip
         else:
             made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal, scale=scale)
-        if b - a == len(q) and d - c == len(k):
-            return made[0][0].transpose(0, 1), made[1][0].transpose(0, 1), made[2][0].transpose(0, 1)
-        for total, part, span in zip((dq, dk, dv), made, ((a, b), (c, d), (c, d)), strict=True):
-            total[span[0] : span[1]] = part[0].transpose(0, 1)
+        for parts, part in zip(gradients, made, strict=True):
+            parts.append(part[0].transpose(0, 1))
+    dq, dk, dv = (_joined(parts) for parts in gradients)
     return dq, dk, dv
+
+
+def _joined(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Return the parts of all segments as one contiguous tensor, which models can view."""
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _heads_first(tensor: torch.Tensor) -> torch.Tensor:

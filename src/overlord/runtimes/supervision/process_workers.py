@@ -78,8 +78,8 @@ RUN_S = 0.1
 LEAST_RUN_S = 0.01
 """A shorter run costs as much to hand over as to do."""
 HAND_OVER_S = 0.003
-"""A run takes the service's interpreter about half as long, which hands over one run at a time: with shorter runs than
-this for each worker, workers would wait for it. Profiled with 16 workers."""
+"""How long a run should take at least, for each worker of the pool. The service's interpreter needs about half of this
+to hand one run over, and hands over one at a time: with shorter runs workers wait for it. Profiled with 16 workers."""
 RUN_ROWS = 32, 256
 """Rows that are sent at a time at most, before it is known what a row costs and after."""
 LOOK_AFTER_S = 0.1
