@@ -381,6 +381,30 @@ def test_a_folder_goes_with_its_process_however_that_goes(tmp_path):
     again.close()
 
 
+AGENT = """
+import sys, time
+from pathlib import Path
+time.sleep(3)
+Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
+time.sleep(1)
+"""
+
+
+def test_a_folder_goes_though_a_process_of_its_service_makes_it_again(tmp_path):
+    """Ray's agents live up to a minute longer than their cluster, and write into its folder before they end."""
+    folder = tmp_path / "overlord-service"
+    folder.mkdir()
+    kept = remove_when_gone(folder)
+    with subprocess.Popen([sys.executable, "-c", AGENT, str(folder / "ray" / "session")]) as agent:
+        kept.close()
+        agent.wait()
+    for _ in range(100):
+        if not folder.exists():
+            break
+        time.sleep(0.1)
+    assert not folder.exists()
+
+
 def test_a_folder_that_was_there_stays(tmp_path):
     assert make_until_gone(tmp_path) is None
     assert make_until_gone(tmp_path / "missing" / "folder") is None

@@ -55,9 +55,12 @@ def _remove_all() -> None:
 _WAIT_AND_REMOVE = (
     "exec 3<&0; ("
     'if [ -n "$2" ]; then mkdir -m 700 -- "$1" 2>/dev/null || exit 0; echo made; fi; exec 1>&-; read -r _ <&3; '
-    'for i in 1 2 3 4 5; do rm -rf -- "$1" 2>/dev/null && exit; sleep 1; done) &'
+    'of_service="/${1##*/}[/]"; i=0; while [ $((i += 1)) -le 90 ]; do '
+    'rm -rf -- "$1" 2>/dev/null && ! grep -qs -- "$of_service" /proc/[0-9]*/cmdline && exit; sleep 1; done) &'
 )
-"""The pipe ends with the process that holds its other side. Others may still write into the folder for a moment."""
+"""The pipe ends with the process that holds its other side. Others may still write into the folder, or make it again:
+Ray's agents live up to a minute longer than their cluster. They name the folder in their command lines (the brackets
+keep grep from finding its own), and it is removed until none of them is left."""
 
 
 def remove_when_gone(folder: Path) -> IO[bytes]:
