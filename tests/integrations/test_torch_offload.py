@@ -74,17 +74,21 @@ def test_an_input_that_three_projections_save_is_copied_once():
 
 
 def test_the_device_memory_is_free_between_forward_and_backward():
-    offloading = Offloading(smallest_bytes=1024)
+    offloading = Offloading(smallest_bytes=1024, ahead_bytes=1024)
     x = torch.randn(64, 32, requires_grad=True)
     with offloading(1.0):
         hidden = x * 2
         gone = weakref.ref(hidden.untyped_storage())
-        loss = hidden.square().sum()
-        del hidden
+        last = hidden.square()
+        stays = weakref.ref(last.untyped_storage())
+        loss = last.square().sum()
+        del hidden, last
     gc.collect()
-    assert gone() is None and offloading.offloaded_bytes == 64 * 32 * 4
+    assert gone() is None and offloading.offloaded_bytes == 2 * 64 * 32 * 4
+    assert stays() is not None  # backward begins with it
     loss.backward()
-    assert torch.equal(x.grad, 8 * x.detach())
+    assert torch.allclose(x.grad, 64 * x.detach() ** 3)
+    assert stays() is None
 
 
 def test_what_is_written_after_it_was_saved_is_not_mixed_up():

@@ -4,6 +4,7 @@
 
 Forward copies a saved tensor to the host on a stream of its own, while it computes. Backward needs saved tensors in
 about the reverse order, so while one is used, those that were saved just before it are copied back on another stream.
+What forward saves last, backward needs at once: it stays on the device too, as no copy there and back could be hidden.
 
 Rules of this file:
 1. Saved tensors are told apart by their storage: the projections of queries, keys and values save the same input, which
@@ -15,7 +16,7 @@ Rules of this file:
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from types import TracebackType
 from typing import Any
 
@@ -25,8 +26,8 @@ from overlord.errors import SpecError
 
 SMALLEST_BYTES = 1 << 16
 """Tensors below this stay on the device: copying them costs more than it frees."""
-AHEAD_BYTES = 1 << 28
-"""What backward fetches ahead: about the activations of one layer."""
+AHEAD_BYTES = 1 << 30
+"""What backward fetches ahead, and what the end of forward leaves on the device: about 20 ms of a host link."""
 
 
 class Offloading:
@@ -48,18 +49,21 @@ class Offloading:
         """Make one for a device; host memory is taken when it is needed.
 
         Args:
-            ahead_bytes: How much backward fetches before it is needed.
+            ahead_bytes: How much backward fetches before it is needed, and how much of what forward saved last stays on
+                the device; at least one tensor.
             smallest_bytes: Tensors below this stay on the device.
         """
         self._ahead = ahead_bytes
         self._smallest = smallest_bytes
-        self._pool: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self._pool: dict[int, list[tuple[torch.Tensor, Any]]] = defaultdict(list)
         self._streams: dict[torch.device, tuple[Any, Any]] = {}
         self._ratio = 0.0
         self._seen = self._moved = 0
         self._hooks: Any = None
         self._by_storage: dict[tuple[int, int, int], tuple[weakref.ref[Any], weakref.ref[_Stored] | None]] = {}
         self._order: list[weakref.ref[_Stored]] = []
+        self._resident: deque[tuple[weakref.ref[_Stored], int]] = deque()
+        self._resident_bytes = 0
         self.pool_bytes = 0
         """Host memory taken so far; it is used again, and does not grow with the number of microbatches."""
 
@@ -80,6 +84,7 @@ class Offloading:
             raise SpecError("offloading: it is entered already; what it saves would be mixed. Enter it once a forward.")
         self._seen = self._moved = 0
         self._by_storage, self._order = {}, []
+        self._resident, self._resident_bytes = deque(), 0
         if self._ratio > 0:
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             self._hooks.__enter__()
@@ -120,7 +125,19 @@ class Offloading:
             stored = _Stored(self, tensor, len(self._order))
             self._by_storage[key] = (weakref.ref(storage), weakref.ref(stored))
             self._order.append(weakref.ref(stored))
+            self._keep_resident(stored)
         return _Place(stored, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+
+    def _keep_resident(self, newest: _Stored) -> None:
+        """Leave a tensor on the device until enough others were saved behind it."""
+        self._resident.append((weakref.ref(newest), newest.nbytes))
+        self._resident_bytes += newest.nbytes
+        while self._resident_bytes > self._ahead and len(self._resident) > 1:
+            reference, nbytes = self._resident.popleft()
+            self._resident_bytes -= nbytes
+            oldest = reference()
+            if oldest is not None:
+                oldest.leave_device()
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
@@ -143,18 +160,18 @@ class Offloading:
 
     # -- copies --------------------------------------------------------------------------------
 
-    def buffer(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
-        """Return host memory of at least a size, used before if there is some."""
+    def buffer(self, nbytes: int, *, pinned: bool) -> tuple[torch.Tensor, Any]:
+        """Return host memory of at least a size, and the event of its last use; None where there was none."""
         size = _rounded(nbytes)
         free = self._pool[size]
         if free:
             return free.pop()
         self.pool_bytes += size
-        return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=pinned), None
 
-    def give_back(self, host: torch.Tensor) -> None:
-        """Take host memory back."""
-        self._pool[host.numel()].append(host)
+    def give_back(self, host: torch.Tensor, last_use: Any) -> None:
+        """Take host memory back; the next copy into it waits for the event of its last use."""
+        self._pool[host.numel()].append((host, last_use))
 
     def streams(self, device: torch.device) -> tuple[Any, Any]:
         """Return the streams that copy to the host, and back."""
@@ -191,8 +208,11 @@ class _Stored:
         self._device = tensor.device
         self._back: torch.Tensor | None = None
         self._landed: Any = None
+        # It shares the version of the tensor, which shows whether it was written since.
+        self._resident: torch.Tensor | None = tensor.detach()
+        self._version = tensor._version
         cuda = self._device.type == "cuda"
-        self._memory = owner.buffer(self.nbytes, pinned=cuda)
+        self._memory, last_use = owner.buffer(self.nbytes, pinned=cuda)
         self._host = self._memory[: self.nbytes]
         # Nothing of autograd is in a view of the raw bytes.
         raw = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
@@ -201,6 +221,8 @@ class _Stored:
             self._left: Any = None
             return
         out, _ = owner.streams(self._device)
+        if last_use is not None:
+            out.wait_event(last_use)  # on the device: the host must not wait, or backward's kernels come too late
         out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(out):
             self._host.copy_(raw, non_blocking=True)
@@ -208,8 +230,15 @@ class _Stored:
             self._left.record(out)
         raw.record_stream(out)  # the allocator must not reuse it before it is copied
 
+    def leave_device(self) -> None:
+        """Have it on the host only."""
+        self._resident = None
+
     def fetch(self) -> None:
-        """Begin to copy it back to the device."""
+        """Begin to copy it back to the device, where it is not there still, as it was saved."""
+        if self._resident is not None and self._resident._version == self._version:
+            self._back = torch.empty(0, dtype=torch.uint8, device=self._device).set_(self._resident.untyped_storage())
+        self._resident = None
         if self._back is not None:
             return
         if self._device.type != "cuda":
@@ -234,11 +263,7 @@ class _Stored:
         return self._back
 
     def __del__(self) -> None:
-        if self._landed is not None:
-            self._landed.synchronize()  # the next copy into this memory must not overtake this one
-        elif self._left is not None:
-            self._left.synchronize()
-        self._owner.give_back(self._memory)
+        self._owner.give_back(self._memory, self._landed or self._left)
 
 
 class _Place:
