@@ -24,7 +24,7 @@ from overlord.job.hook_specs import Hook
 from overlord.job.layout_specs import DEFAULT_CACHE, Keys, Layout, OnSourceFailure, Placement, Runtime
 from overlord.job.reconcile import Reconcile
 from overlord.job.spec_model import as_number
-from overlord.job.specs import Job, Mixture, Source
+from overlord.job.specs import Job, Mixture, Source, tokenizer_file
 from overlord.job_files import JobFile, dump_job_yaml, load_job_file, resolved_job
 from overlord.launch_spec import Budget, Launch, LaunchOptions
 from overlord.planning.checking import Strategy
@@ -528,6 +528,8 @@ def service_options(job: Job, options: Launch) -> ServiceOptions:
             "launch: scaling is given and runtime is 'inline', where the caller does all the work and no worker comes "
             "or goes; it would have no effect. Use runtime='local' or 'ray', or leave scaling out."
         )
+    if job.tokenizer is not None and options.runtime != "ray":  # whose hosts may have other files
+        tokenizer_file(job.tokenizer)
     return ServiceOptions(
         mesh=options.mesh,
         prefetch=options.prefetch,

@@ -192,7 +192,7 @@ def _look_at_rows(one: Opened, rows: RowBatch, first: int, lengths: Lengths | No
     delivered, flags = fit_context(measured, one.context_length, one.overlength)
 
     def name(row: int) -> str:
-        return str(SampleId(one.source.name, first + row, 0)).rpartition("@")[0]
+        return one.files.named(SampleId(one.source.name, first + row, 0)).replace("@0 (", " (")
 
     bad = dict(reversed(measured.faults))
     never_drawn = ((measured.flags | flags) & SKIP) > 0  # and so never decoded either

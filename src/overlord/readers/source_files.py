@@ -36,7 +36,7 @@ from overlord.core.ragged import (
     slice_rows,
     take_rows,
 )
-from overlord.core.samples import FILE_SHIFT
+from overlord.core.samples import FILE_SHIFT, SampleId
 from overlord.errors import OverlordError, ReaderError, SourceError, SpecError
 from overlord.job.specs import Source
 from overlord.readers.arrow import ArrowReader
@@ -168,6 +168,12 @@ class SourceFiles:
     def total_bytes(self) -> int:
         """Bytes of all files as they are stored."""
         return sum(file.size for file in self.files)
+
+    def named(self, sample: SampleId) -> str:
+        """Return the id of a sample with its file and row, for messages."""
+        if sample.file >= len(self.files):
+            return str(sample)
+        return f"{sample} (row {sample.row_in_file} of {self.files[sample.file].path})"
 
     def columns(self) -> list[str]:
         """Return the columns that the first file has."""
