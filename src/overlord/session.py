@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import operator
@@ -439,6 +440,8 @@ def replay(
 ) -> Service:
     """Return a service that hands out a step of a stored run again, and the steps behind it; the store is only read.
 
+    Steps behind it have the reports and the live changes (mixtures, sources, meshes) that the run had for them.
+
     The run may still go on: what it has planned so far can be looked at. Everything runs in this process.
 
     Args:
@@ -459,6 +462,7 @@ def replay(
         SpecError: for what the user got wrong.
         StateError: The store does not hold the step, or the job, mesh or strategy is not that of the run.
     """
+    refuse_torch_workers("replay")
     path = store_path(store)
     if "://" not in path and not Path(path).is_dir():
         raise StateError(f"the store {path!r} is no folder; there is nothing to replay. Give the store of a run.")
@@ -493,7 +497,9 @@ def replay(
             given = {name: getattr(launched, name) if value is None else value for name, value in given.items()}
         options = loaded.call(given)
         of_run = {name: getattr(options, name) for name in given}
-        service = launch(loaded.job, **of_run, runtime="inline", store=copied, state=number, cache=cache)
+        options = loaded.call(of_run | {"runtime": "inline", "store": copied, "state": number, "cache": cache})
+        told = dataclasses.replace(service_options(loaded.job, options), replays=True)
+        service = Service(_start("inline", loaded.job, told, None), loaded.job, options)
         service.scratch = copied
     except BaseException:
         remove_scratch(copied)
