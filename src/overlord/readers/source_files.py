@@ -169,11 +169,10 @@ class SourceFiles:
         """Bytes of all files as they are stored."""
         return sum(file.size for file in self.files)
 
-    def named(self, sample: SampleId) -> str:
-        """Return the id of a sample with its file and row, for messages."""
-        if sample.file >= len(self.files):
-            return str(sample)
-        return f"{sample} (row {sample.row_in_file} of {self.files[sample.file].path})"
+    def place(self, sample: SampleId) -> str:
+        """Return the file and row of a sample, in brackets behind what a message says of it."""
+        file = self.files[sample.file].path if sample.file < len(self.files) else f"file {sample.file}"
+        return f" (row {sample.row_in_file} of {file})"
 
     def columns(self) -> list[str]:
         """Return the columns that the first file has."""

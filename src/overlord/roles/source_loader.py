@@ -661,7 +661,8 @@ class SourceLoader:
 
     def named(self, row: int, epoch: int) -> str:
         """Return the id of a sample with its file and row, for messages."""
-        return self._files.named(SampleId(self.name, row, epoch))
+        sample = SampleId(self.name, row, epoch)
+        return f"{sample}{self._files.place(sample)}"
 
     def note_faults(self, faults: Sequence[tuple[int, int, str]]) -> None:
         """Count samples with media that the DataConstructor could not decode: (row, epoch, reason) of each."""

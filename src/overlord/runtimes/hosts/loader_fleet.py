@@ -108,9 +108,9 @@ class FaultLog:
                 sample, reason = samples.pop(0)
                 more = "" if count == 1 else f" ({count:,} samples of source {sample.source!r} so far)"
                 advice = "`overlord status` counts others like it, and OVERLORD_LOG=INFO logs each"
-                logger.warning("%s%s. %s", words % (self._files.named(sample), reason), more, advice)
+                logger.warning("%s%s. %s", words % (sample, reason + self._files.place(sample)), more, advice)
             for sample, reason in samples:
-                logger.info("%s", words % (self._files.named(sample), reason))
+                logger.info("%s", words % (sample, reason + self._files.place(sample)))
 
 
 class LoaderFleet:
