@@ -26,7 +26,7 @@ import yaml
 
 from overlord.core.spec_errors import MOST_PROBLEMS, Loc, Locate, did_you_mean, follow
 from overlord.errors import OverlordError, SpecError, joined
-from overlord.job.hook_specs import HOOK_KINDS, search_beside
+from overlord.job.hook_specs import HOOK_KINDS, JOB_FILE_MODULE, search_beside
 from overlord.job.spec_model import Spec, describe_schema, field_docs
 from overlord.job.specs import (
     Audio,
@@ -266,7 +266,7 @@ def _load_python(file: Path) -> JobFile:
     folder = str(file.parent.absolute())
     sys.path.insert(0, folder)  # as `python job.py` does: a job file may import its neighbours
     try:
-        names = runpy.run_path(str(file), run_name="overlord_job_file")
+        names = runpy.run_path(str(file), run_name=JOB_FILE_MODULE)
     except (Exception, SystemExit) as error:
         line = _line_in(file, error)
         what = str(error) if isinstance(error, SpecError) else f"{type(error).__name__}: {error}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import operator
@@ -24,7 +25,7 @@ from overlord.job.hook_specs import Hook
 from overlord.job.layout_specs import DEFAULT_CACHE, Keys, Layout, OnSourceFailure, Placement, Runtime
 from overlord.job.reconcile import Reconcile
 from overlord.job.spec_model import as_number
-from overlord.job.specs import Job, Mixture, Source
+from overlord.job.specs import Job, Mixture, Source, tokenizer_file
 from overlord.job_files import JobFile, dump_job_yaml, load_job_file, resolved_job
 from overlord.launch_spec import Budget, Launch, LaunchOptions
 from overlord.planning.checking import Strategy
@@ -439,6 +440,8 @@ def replay(
 ) -> Service:
     """Return a service that hands out a step of a stored run again, and the steps behind it; the store is only read.
 
+    Steps behind it have the reports and the live changes (mixtures, sources, meshes) that the run had for them.
+
     The run may still go on: what it has planned so far can be looked at. Everything runs in this process.
 
     Args:
@@ -459,6 +462,7 @@ def replay(
         SpecError: for what the user got wrong.
         StateError: The store does not hold the step, or the job, mesh or strategy is not that of the run.
     """
+    refuse_torch_workers("replay")
     path = store_path(store)
     if "://" not in path and not Path(path).is_dir():
         raise StateError(f"the store {path!r} is no folder; there is nothing to replay. Give the store of a run.")
@@ -493,7 +497,9 @@ def replay(
             given = {name: getattr(launched, name) if value is None else value for name, value in given.items()}
         options = loaded.call(given)
         of_run = {name: getattr(options, name) for name in given}
-        service = launch(loaded.job, **of_run, runtime="inline", store=copied, state=number, cache=cache)
+        options = loaded.call(of_run | {"runtime": "inline", "store": copied, "state": number, "cache": cache})
+        told = dataclasses.replace(service_options(loaded.job, options), replays=True)
+        service = Service(_start("inline", loaded.job, told, None), loaded.job, options)
         service.scratch = copied
     except BaseException:
         remove_scratch(copied)
@@ -528,6 +534,8 @@ def service_options(job: Job, options: Launch) -> ServiceOptions:
             "launch: scaling is given and runtime is 'inline', where the caller does all the work and no worker comes "
             "or goes; it would have no effect. Use runtime='local' or 'ray', or leave scaling out."
         )
+    if job.tokenizer is not None and options.runtime != "ray":  # whose hosts may have other files
+        tokenizer_file(job.tokenizer)
     return ServiceOptions(
         mesh=options.mesh,
         prefetch=options.prefetch,

@@ -269,7 +269,8 @@ def test_lint_holds_lengths_against_the_text_alone(job: ol.Job, tmp_path: Path) 
     path = tmp_path / "job.yaml"
     path.write_text(dump_job_yaml(job.replace(sources=[clips.replace(path="clips.parquet", lengths="n")])))
     found = [f["message"] for f in result_of("sources", "lint", path)["findings"] if "wrong length" in f["message"]]
-    assert found == [f"wrong length: clips:0:5: its length says {lengths[5]} tokens, the text has {lengths[5] - 1}"]
+    words = f"its length says {lengths[5]} tokens, the text has {lengths[5] - 1}"
+    assert found == [f"wrong length: clips:0:5: {words} (row 5 of {tmp_path / 'clips.parquet'})"]
 
 
 # ---- list and measure

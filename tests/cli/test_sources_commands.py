@@ -175,7 +175,7 @@ def test_lint_gives_the_ids_of_bad_rows(tmp_path: Path) -> None:
     lines[7] = "{not json"
     path.write_text("\n".join(lines) + "\n")
     findings = lint(job_of(ids("a", str(path), tolerance=0.03)), tmp_path)
-    assert messages(findings, "warning") == ["a: bad: a:0:7: the line is not a JSON object in UTF-8"]
+    assert messages(findings, "warning") == [f"a: bad: a:0:7: the line is not a JSON object in UTF-8 (row 7 of {path})"]
     strict = lint(job_of(ids("a", str(path), tolerance=0.0)), tmp_path)
     assert any("more than tolerance=0 allows; a run would stop" in e for e in messages(strict, "error"))
 
@@ -213,8 +213,8 @@ def test_lint_catches_lengths_that_lie(tmp_path: Path) -> None:
     path = write_ids(tmp_path / "a.jsonl", true, claimed)
     found = messages(lint(job_of(ids("a", path, lengths="n")), tmp_path), "warning")
     assert found == [
-        "a: wrong length: a:0:38: its length says 9 tokens, the text has 5",
-        "a: wrong length: a:0:39: its length says 2 tokens, the text has 5",
+        f"a: wrong length: a:0:38: its length says 9 tokens, the text has 5 (row 38 of {path})",
+        f"a: wrong length: a:0:39: its length says 2 tokens, the text has 5 (row 39 of {path})",
     ]
 
 

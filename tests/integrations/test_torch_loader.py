@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import PATIENCE, run_ranks
 from tests.conftest import slice_indices
 
 import overlord as ol
@@ -213,6 +214,60 @@ def test_torchrun_ranks_share_one_service(ids_job, cache, tmp_path):
     assert str(expected) in done.stdout
 
 
+def _make_before_the_group(rank, job, cache, folder):
+    """Make the loader before the process group, as Lightning does; return the tokens of two steps."""
+    dist.destroy_process_group()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    with DataLoader(job, mesh="dp=2", cache=cache) as loader:
+        with pytest.raises(ol.SpecError, match=r"WORLD_SIZE=2 and RANK=., .*init_process_group"):
+            next(iter(loader))
+        dist.init_process_group("gloo", f"file://{folder}/again", PATIENCE, 2, rank)
+        assert loader.rank == rank
+        found = _flat(loader, 2)
+        dist.barrier()  # the first rank ends the service
+    return found
+
+
+@pytest.mark.slow
+def test_a_process_group_may_be_made_after_the_loader(ids_job, cache, tmp_path):
+    first, second = run_ranks(_make_before_the_group, 2, tmp_path, ids_job, cache, str(tmp_path))
+    with DataLoader(ids_job, cache=cache, runtime="inline") as loader:
+        for step, whole in enumerate(_flat(loader, 2)):
+            assert sorted(first[step] + second[step]) == sorted(whole)
+
+
+def test_ranks_of_torchrun_without_a_process_group_do_not_all_read_as_rank_0(ids_job, cache, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    where = {"runtime": "inline", "cache": cache, "mesh": "dp=2"}
+    refused = DataLoader(ids_job, **where)
+    for use in (lambda: next(iter(refused)), lambda: refused.rank, lambda: refused.report(0, {"loss": 1.0})):
+        with pytest.raises(ol.SpecError, match=r"WORLD_SIZE=2 and RANK=1, .*each would take the batches of rank 0"):
+            use()
+    with DataLoader(ids_job, rank=1, **where) as loader:
+        expected = _tokens(loader, 1)
+    with ol.launch(ids_job, mesh="dp=2", cache=cache) as service:
+        with DataLoader(service.address) as loader:
+            assert loader.rank == 1 and _tokens(loader, 1) == expected
+        monkeypatch.setenv("WORLD_SIZE", "4")
+        with pytest.raises(ol.SpecError, match="has 2 ranks but the world has 4"):
+            next(iter(DataLoader(service.address)))
+        monkeypatch.delenv("RANK")
+        with pytest.raises(ol.SpecError, match="WORLD_SIZE=4 and RANK=,"):
+            next(iter(DataLoader(service.address)))
+
+
+def test_one_process_that_takes_a_part_of_a_mesh_is_warned(ids_job, cache, caplog):
+    where = {"runtime": "inline", "cache": cache}
+    for options in ({"mesh": "dp=1"}, {"mesh": "dp=2", "rank": 0}):
+        with DataLoader(ids_job, **where, **options) as loader:
+            next(iter(loader))
+    assert not caplog.messages
+    with DataLoader(ids_job, **where, mesh="dp=2") as loader:
+        next(iter(loader))
+    assert len(caplog.messages) == 1 and "no process takes the others" in caplog.messages[0]
+
+
 def test_a_batch_of_tensors_has_what_a_batch_of_arrays_has(ids_job, cache):
     mesh = ol.ClientPlaceTree(pp=2, vpp=2)
     with DataLoader(ids_job, mesh=mesh, rank=0, layout="torchtitan", runtime="inline", cache=cache) as loader:
@@ -308,6 +363,21 @@ def test_a_job_file_is_told_from_an_address_by_what_it_is(ids_job, cache, tmp_pa
         DataLoader(tmp_path)
     with pytest.raises(ol.SpecError, match=r"none.yaml: there is no such file"):
         DataLoader(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({"tokenizer": "none.json"}, {}, "tokenizer: '.*none.json' is neither a tokenizer.json nor a folder with one"),
+        ({}, {"loaders_per_source": {"no": 2}}, "loaders_per_source names 'no', which is no source"),
+        ({}, {"scaling": True, "runtime": "inline"}, "scaling is given and runtime is 'inline'"),
+    ],
+)
+def test_what_no_launch_could_run_is_refused_before_the_first_step(ids_job, tmp_path, change, options, message):
+    path = tmp_path / "job.yaml"
+    path.write_text(dump_job_yaml(ids_job.replace(**change)))
+    with pytest.raises(ol.SpecError, match=message):
+        DataLoader(path, mesh="dp=2", **options)
 
 
 def test_a_mesh_or_rank_that_cannot_be(ids_job, cache):

@@ -79,6 +79,9 @@ def test_unparsable_and_non_utf8_rows_become_stand_ins(tmp_path, tokenizer, cach
         labels, status = run(job, cache)
     assert len(labels) == 6
     assert status["bad"] == 2 and status["bad_ids"] == ["s:0:2@0", "s:0:4@0"]
+    named = [f"s:0:{row}@0 (row {row} of {tmp_path / 's.jsonl'})" for row in (2, 4)]
+    assert status["bad_rows"] == named
+    assert all(f"({one.partition('(')[2]}; a stand-in takes its place" in caplog.text for one in named)
     for row in (2, 4):
         assert (labels[ol.SampleId("s", row, 0)] == -100).all()
         assert f"bad sample s:0:{row}@0" in caplog.text

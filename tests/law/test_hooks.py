@@ -16,6 +16,7 @@ from tests.conftest import write_ids
 
 import overlord as ol
 from overlord.core.ragged import Ragged
+from overlord.core.states import sealed
 from overlord.job_files import LaunchOptions, dump_job_yaml, load_job_file
 from overlord.testing import FaultScript, launch_for_faults
 from overlord.testing.digests import digest_service
@@ -119,8 +120,8 @@ def test_the_stream_is_the_same_on_every_runtime_and_after_a_resume(whole_job, c
     with ol.launch(whole_job, store=tmp_path / "store", **where, **options) as service:
         before, state = contents(service, STEPS // 2)
     assert state["fingerprint"]["hooks"] == {
-        "loader_do_plan": {"name": "from_neighbours", "version": "1"},
-        "constructor_do_plan": {"name": "Lengths", "version": "3"},
+        "loader_do_plan": {"name": "from_neighbours", "version": "1", "module": __name__},
+        "constructor_do_plan": {"name": "Lengths", "version": "3", "module": __name__},
     }
     for given in ({"state": json.loads(json.dumps(state))}, {"state": "latest", "store": tmp_path / "store"}):
         with ol.launch(whole_job, **where, **options, **given) as service:
@@ -398,6 +399,14 @@ def test_a_resume_with_another_hook_is_refused(whole_job, cache, reconcile):
     again.__qualname__, again.version = "other_crops", "1"
     with pytest.raises(ol.StateError, match=r"hooks.loader_do_plan.name was 'two_crops', is now 'other_crops'"):
         ol.launch(whole_job, state=state, **given, **PAIRS | {"loader_do_plan": again})
+    again.__qualname__, again.__module__ = "two_crops", "other_hooks"
+    with pytest.raises(ol.StateError, match=r"hooks.loader_do_plan.module was .*, is now 'other_hooks'"):
+        ol.launch(whole_job, state=state, **given, **PAIRS | {"loader_do_plan": again})
+    again.__module__ = "__main__"  # of a script: nothing tells it from another one of this name
+    ol.launch(whole_job, state=state, **given, **PAIRS | {"loader_do_plan": again}).close()
+    del state["fingerprint"]["hooks"]["loader_do_plan"]["module"]  # as older versions wrote it
+    state = sealed(state)
+    ol.launch(whole_job, state=state, **given, **PAIRS).close()
     with pytest.raises(ol.StateError, match=r"hooks.constructor_do_plan was .*pair_column.*, is now missing"):
         ol.launch(whole_job, state=state, **given, loader_do_plan=two_crops)
     with pytest.raises(ol.StateError, match=r"hooks was .*two_crops.*, is now missing"):

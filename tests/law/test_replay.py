@@ -66,6 +66,30 @@ def test_steps_go_on_behind_it_also_in_a_store_that_cannot_be_written(run, mixed
             path.chmod(mode)
 
 
+def test_steps_behind_it_have_the_changes_and_reports_that_the_run_had(ids_job, cache, tmp_path):
+    few, later = ids_job.replace(sources=ids_job.sources[:2]), ids_job.sources[2].replace(weight=None)
+    learning = few.replace(mixture=ol.Mixture(learn=ol.Learn("odm", warmup=2)), lag=4)
+    with ol.launch(learning, mesh="dp=2", prefetch=1, runtime="inline", cache=cache, store=tmp_path) as service:
+        client, delivered = service.client(0), []
+        for number in range(30):
+            if number == 8:
+                service.skip_steps(2)
+            if number == 12:
+                service.add_source(later, weight=2.0)
+            if number == 16:
+                service.set_mixture({"a": 1.0, "b": 3.0, "c": 1.0})
+            if number == 20:
+                service.park_source("b")
+            if number == 24:
+                service.reshard(ol.ClientPlaceTree(dp=1))
+            delivered.append(digests_of(next(client)))
+            client.report(number, {"loss/a": 2.0, "loss/b": 1.0 + number})
+    for first in (1, 10, 18):
+        with ol.replay(tmp_path, first, cache=cache) as again:
+            client = again.client(0)
+            assert [digests_of(next(client)) for _ in range(first, 30)] == delivered[first:]
+
+
 def test_a_run_that_still_goes_on(ids_job, cache, tmp_path):
     with ol.launch(ids_job, cache=cache, store=tmp_path) as service, service.client() as client:
         delivered = [digests_of(next(client)) for _ in range(40)]

@@ -164,11 +164,13 @@ from overlord.runtimes.supervision.fork_server import ForkServer, start_template
 start_template()
 server, children = ForkServer("tests.runtimes.test_child"), []
 for line in sys.stdin:
-    children.append(child := server.fork())
-    print(server.pid, child.pid, flush=True)
-    if line.strip() == "close":
+    if line.strip() == "fork":
+        children.append(child := server.fork())
+        print(server.pid, child.pid, flush=True)
+    else:
         server.close()
         server = ForkServer("tests.runtimes.test_child")
+        print(flush=True)
 """
 
 
@@ -186,14 +188,16 @@ def test_a_server_is_forked_from_the_template_and_started_where_that_is_lost():
         return [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
 
     try:
-        server, child = ask("close")
+        server, child = ask("fork")
         (template,) = psutil.Process(process.pid).children()
         assert server.pid != template.pid and child.pid != template.pid
+        ask("close")
         assert not psutil.wait_procs([server, child], 10)[1], "closed with all its children"
         again, other = ask("fork")
         assert again.ppid() == template.pid and other.ppid() == again.pid
         template.kill()
-        assert ask("close")[0] == again, "a server outlives the template"
+        assert ask("fork")[0] == again, "a server outlives the template"
+        ask("close")
         third, last = ask("fork")
         assert third.ppid() == process.pid, "the template is gone: it was started"
         assert not psutil.pid_exists(template.pid), "and its exit was collected"

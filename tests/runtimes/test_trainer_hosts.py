@@ -60,8 +60,7 @@ def test_hosts_come_and_go_with_the_mesh(ids_job, cache, ray_address, expected, 
                 os.kill(pids.get(killed) or service.status()["service"]["pid"], signal.SIGKILL)
 
         assert digest_service(service, steps=STEPS, before=before) == expected
-        if killed != "service":  # one that recovers has the hosts of its launch in any case
-            assert until(lambda: len(constructors(service)) == 1), "those without ranks are ended"
+        assert until(lambda: len(constructors(service)) == 1), "those without ranks are ended"
         faults = [fault["role"] for fault in service.status()["faults"]]
     assert len({one["node"] for one in seen["more"]}) == 3, "each on a host of its own"
     assert killed == "service" or faults == [killed]

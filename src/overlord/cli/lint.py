@@ -191,8 +191,9 @@ def _look_at_rows(one: Opened, rows: RowBatch, first: int, lengths: Lengths | No
     count = len(measured.tokens)
     delivered, flags = fit_context(measured, one.context_length, one.overlength)
 
-    def name(row: int) -> str:
-        return str(SampleId(one.source.name, first + row, 0)).rpartition("@")[0]
+    def told(row: int, reason: str) -> tuple[str, str]:
+        sample = SampleId(one.source.name, first + row, 0)
+        return str(sample).rpartition("@")[0], reason + one.files.place(sample)
 
     bad = dict(reversed(measured.faults))
     never_drawn = ((measured.flags | flags) & SKIP) > 0  # and so never decoded either
@@ -204,14 +205,14 @@ def _look_at_rows(one: Opened, rows: RowBatch, first: int, lengths: Lengths | No
         facts.turned += stays_turned(one, item)
         if (words := _altered(one, item)) is not None:
             facts.altered[words] += 1
-    facts.bad += [(name(row), reason) for row, reason in sorted(bad.items())]
+    facts.bad += [told(row, reason) for row, reason in sorted(bad.items())]
     if lengths is not None:
         said = lengths(rows, first + np.arange(count))
         claimed = np.maximum(said, 1)
         empty = np.asarray(measured.kept.get("empty", np.zeros(count, np.bool_)), np.bool_)
         true = measured.tokens - (measured.image_tokens if measured.front is None else measured.front)
         facts.wrong_lengths += [
-            (name(row), f"its length says {said[row]} tokens, the text has {true[row]}")
+            told(row, f"its length says {said[row]} tokens, the text has {true[row]}")
             for row in np.flatnonzero((claimed != true) | ((said < 1) & ~empty)).tolist()
             if row not in bad
         ]

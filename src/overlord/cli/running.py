@@ -462,7 +462,7 @@ def _notes(options: Launch, collector: Collector, facts: _Facts) -> list[str]:
             replaced = (
                 "sample was replaced by a masked stand-in" if bad == 1 else "samples were replaced by masked stand-ins"
             )
-            ids = facts.status["sources"][name]["bad_ids"]
+            ids = facts.status["sources"][name]["bad_rows"]
             shown = ", ".join(ids[:3]) + (", ..." if bad > 3 else "")
             notes.append(f"{name}: {bad} bad {replaced} ({shown}); OVERLORD_LOG=INFO logs the reason of each.")
         if wrong:

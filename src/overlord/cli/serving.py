@@ -217,8 +217,19 @@ def status_tables(status: dict[str, Any]) -> list[RenderableType]:
         clients.add_row(str(step), ranks)
     hosts = _cluster_parts(status) if "ray" in status else []
     hosts += _role_parts(status) + _scaling_parts(status.get("scaling") or {})
+    bad = [
+        escape(f"{name}: bad samples {', '.join(one['bad_rows'][:3])}{', ..' if one['bad'] > 3 else ''}")
+        for name, one in status["sources"].items()
+        if one["bad"]
+    ]
     sources = terminal_table(title, heads, rows)
-    return [sources, *media_tables(media_of(status["sources"])), *hosts, *([clients] if status["clients"] else [])]
+    return [
+        sources,
+        *bad,
+        *media_tables(media_of(status["sources"])),
+        *hosts,
+        *([clients] if status["clients"] else []),
+    ]
 
 
 def where_it_is(source: Mapping[str, Any]) -> str:

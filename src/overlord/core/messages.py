@@ -446,6 +446,8 @@ class FirstStep(Message, frozen=True):
     step: int
     hosts: dict[int, int] = msgspec.field(default_factory=dict[int, int])
     """Constructor hosts that meshes were given while the stream ran, by their number of ranks."""
+    newest: tuple[int, int] | None = None
+    """The first step and the constructor hosts of the newest of these meshes."""
 
 
 class Resize(Message, frozen=True):

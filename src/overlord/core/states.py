@@ -294,6 +294,8 @@ def describe_differences(
         one, other = old.get(key), new.get(key)
         if key in old and key in new and isinstance(one, Mapping) and isinstance(other, Mapping):
             found.extend(describe_differences(one, other, f"{prefix}{key}.", words))
+        elif key == "module" and prefix.startswith("hooks.") and not (key in old and key in new):
+            continue  # older states do not tell the modules of hooks, and hooks of scripts have none
         elif key not in old or key not in new or one != other:
             told = words[1 if key not in new else 2 if key not in old else 0]
             found.append(told.format(name=f"{prefix}{key}", old=one, new=other))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections import deque
@@ -55,6 +56,8 @@ __all__ = [
     "normalize_pixels",
 ]
 
+logger = logging.getLogger("overlord")
+
 MOST_AHEAD = 16
 """Steps that a trainer may fetch before it trains on them, at most."""
 
@@ -101,7 +104,8 @@ class DataLoader:
                 --address-file` wrote.
             mesh: The trainer's mesh: a ClientPlaceTree, text such as "dp=2,tp=2", or a DeviceMesh of all ranks with
                 names (default: one rank, or the mesh of the service).
-            rank: This process's rank in the mesh (default: its rank in the process group).
+            rank: This process's rank in the mesh (default: its rank in the process group, which may be made after the
+                loader, before its first step).
             device: Where batches go: "cpu" or a CUDA device. By default this process's CUDA device if the process group
                 speaks NCCL, else "cpu".
             group: The process group whose processes are the ranks of the mesh, where not all processes take batches;
@@ -128,26 +132,22 @@ class DataLoader:
         self._inline = self._launch_options is not None and self._launch_options.runtime == "inline"
         given_state = None if self._launch_options is None else self._launch_options.state
         self._state_given = given_state is not None
-        world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 0
-        if world < 0 or (group is not None and not world):
-            raise SpecError(
-                "DataLoader: group does not contain this process, which would take the batches of another rank. Make a "
-                "DataLoader on the processes of the group only."
-            )
         self.group = group
         """The process group of the ranks of the mesh; None for all processes."""
-        self._shared = world > 1
-        self._rank = rank if rank is not None else (dist.get_rank(group) if world else 0)
+        self._given_rank, self._rank = rank, 0 if rank is None else rank
+        self._given_device, self._device = device, device_of(device)
+        self._world = 0
+        """Processes that take batches, as the process group or torchrun tell it; 0 without."""
+        self._grouped = self._shared = False
+        """Whether this process is in a process group, and with others that share its service."""
         if self._mesh is not None:
-            if world:
-                self._mesh.check_world_size(world)
             self._mesh.coords(self._rank)
-        if self._shared and self._inline:
-            raise SpecError(
-                "DataLoader: runtime is 'inline', which lives in one process, but the process group has "
-                f"{world}; they would each read a stream of their own. Use runtime='local' or 'ray'."
-            )
-        self._device = device_of(device)
+        if group is not None or (dist.is_available() and dist.is_initialized()):
+            self._find_rank()
+        if self._launch_options is not None and not self._shared:  # ranks that share a service fail together, later
+            from overlord.session import service_options
+
+            service_options(self._job.job, self._launch_options.model_copy(update={"state": None}))
         self._state: Mapping[str, Any] | None = None
         self._step: int | None = None
         self._closed = False
@@ -165,6 +165,47 @@ class DataLoader:
         self._waited_s = 0.0
         if isinstance(given_state, Mapping):
             self.load_state_dict(given_state)
+
+    def _find_rank(self) -> None:
+        """Find out which rank this process is; at the latest when it attaches: trainers may make the group after it."""
+        if self._grouped:
+            return
+        grouped = dist.is_available() and dist.is_initialized()
+        world = dist.get_world_size(self.group) if grouped else 0
+        if world < 0 or (self.group is not None and not world):
+            raise SpecError(
+                "DataLoader: group does not contain this process, which would take the batches of another rank. Make a "
+                "DataLoader on the processes of the group only."
+            )
+        rank = self._given_rank
+        if rank is None:
+            rank, world = (dist.get_rank(self.group), world) if world else self._place_of_environment()
+        if self._mesh is not None:
+            if world:
+                self._mesh.check_world_size(world)
+            self._mesh.coords(rank)
+        if world > 1 and self._inline:
+            raise SpecError(
+                "DataLoader: runtime is 'inline', which lives in one process, but the process group has "
+                f"{world}; they would each read a stream of their own. Use runtime='local' or 'ray'."
+            )
+        self._rank, self._world, self._grouped = rank, world, grouped
+        self._shared = grouped and world > 1
+        self._device = device_of(self._given_device)
+
+    def _place_of_environment(self) -> tuple[int, int]:
+        """Return rank and number of processes without a process group, as torchrun tells them; (0, 0) without it."""
+        rank, world = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+        if not world.isdecimal() or int(world) < 2:
+            return 0, 0
+        if isinstance(self._job, str) and rank.isdecimal():
+            return int(rank), int(world)
+        raise SpecError(
+            f"DataLoader: the environment says WORLD_SIZE={world} and RANK={rank}, but this process is in no process "
+            "group, without which processes cannot share a service; each would take the batches of rank 0. Call "
+            "torch.distributed.init_process_group(..) before the first step, or give the address of `overlord serve` "
+            "and rank=; or rank=0 if only this process takes batches."
+        )
 
     def __iter__(self) -> Iterator[TorchStep]:
         refuse_torch_workers("DataLoader")
@@ -226,6 +267,8 @@ class DataLoader:
     @property
     def rank(self) -> int:
         """The rank of this process in the mesh."""
+        if self._client is None:
+            self._find_rank()
         return self._rank
 
     @property
@@ -246,6 +289,8 @@ class DataLoader:
     @property
     def device(self) -> torch.device:
         """Where batches go."""
+        if self._client is None:
+            self._find_rank()
         return self._device
 
     def __len__(self) -> int:
@@ -349,8 +394,10 @@ class DataLoader:
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Report metrics of a step; call it on one rank."""
-        if self._client is None and self._shared:
+        if self._client is None:
             self._refuse_closed("report")
+            self._find_rank()
+        if self._client is None and self._shared:
             raise SpecError(
                 f"report: step {step!r:.80} is reported before this loader's first step; there is no service that "
                 "could take it, and launching one needs all ranks. Report steps that were handed out."
@@ -386,7 +433,9 @@ class DataLoader:
     def _attached(self) -> Client:
         if self._client is None:
             self._refuse_closed("DataLoader")
+            self._find_rank()
             self._client = self._attach()
+            self._warn_of_ranks_without_process()
             # The inline runtime has one thread only: this one.
             self._copies = copies_to(self._device, ahead=not self._inline)
         return self._client
@@ -422,13 +471,23 @@ class DataLoader:
                     f"DataLoader: mesh is {self._mesh}, but the service at {address} serves {found}; ranks would get "
                     "the data of others. Give the mesh that the service was launched with, or leave it out."
                 )
-            if self._shared:
-                found.check_world_size(dist.get_world_size(self.group))
+            if self._world > 1:
+                found.check_world_size(self._world)
             self._mesh = found
         except BaseException:
             client.close()
             raise
         return client
+
+    def _warn_of_ranks_without_process(self) -> None:
+        if self._given_rank is None and self._world < 2 and self.mesh.world_size > 1:
+            logger.warning(
+                "DataLoader: the mesh %s has %d ranks, and this is one process: it takes the "
+                "batches of rank 0, and no process takes the others. Start a process for each rank (torchrun), or give "
+                "rank=0 if that is meant.",
+                self.mesh,
+                self.mesh.world_size,
+            )
 
     def _refuse_closed(self, what: str) -> None:
         if self._closed:

@@ -21,6 +21,11 @@ HookKind = Literal["loader_do_plan", "constructor_do_plan"]
 HOOK_KINDS: tuple[HookKind, ...] = get_args(HookKind)
 """The options of a launch that take a hook."""
 
+JOB_FILE_MODULE = "overlord_job_file"
+"""The module of what a Python job file defines."""
+UNNAMED_MODULES = ("__main__", JOB_FILE_MODULE)
+"""Modules of programs and job files, which say nothing about where their code stands."""
+
 
 @dataclass(frozen=True, slots=True)
 class Hook:
@@ -31,13 +36,16 @@ class Hook:
     name: str
     version: str
     """What the user calls this state of the code: a run resumes with the same version only."""
+    module: str | None = None
+    """Where its code stands; None for what a program or a Python job file defines itself."""
     path: str | None = None
     """Where it can be imported from, as "module:name"; None for what lives in the launching program only."""
 
     @property
     def identity(self) -> dict[str, str]:
         """What a state keeps of it."""
-        return {"name": self.name, "version": self.version}
+        told = {"name": self.name, "version": self.version}
+        return told if self.module is None else told | {"module": self.module}
 
     def written(self, kind: str) -> str:
         """Return the form that a job file holds.
@@ -70,14 +78,16 @@ def as_hook(value: object) -> Hook:
             "this must be a function, an object or a class of objects that can be called, or the place of one as "
             "module:name; samples could not be passed through it"
         )
-    name = getattr(found, "__qualname__", type(found).__qualname__)
+    named = found if hasattr(found, "__qualname__") else type(found)
+    name, module = cast("tuple[str, str]", (named.__qualname__, named.__module__))  # type: ignore[attr-defined]
     version = getattr(found, "version", None)
     if isinstance(version, bool) or not isinstance(version, (str, int)) or version == "":
         raise Fault(
             f"it has no version ({version!r:.40}): a run that is resumed after the code has changed would go on with "
             f"other batches and not be refused. Write {name}.version = '1', and another one with every change",
         )
-    return Hook(cast("Callable[..., Any]", found), name, str(version), path or _path_of(found))
+    standing = None if module in UNNAMED_MODULES else module
+    return Hook(cast("Callable[..., Any]", found), name, str(version), standing, path or _path_of(found))
 
 
 def _imported(path: str) -> object:

@@ -11,11 +11,13 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from overlord.core.spec_errors import Fault, conflict, did_you_mean, list_some
+from overlord.errors import SpecError
 from overlord.job.mixture_specs import Learn, Mixture
 from overlord.job.sample_specs import (
     Audio,
@@ -480,6 +482,22 @@ def _check_contexts(job: Job) -> None:
                 "batch",
                 "context_length",
             )
+
+
+def tokenizer_file(path: str) -> Path:
+    """Return the tokenizer.json that a job's `tokenizer` names, itself or by its folder.
+
+    Raises:
+        SpecError: There is none.
+    """
+    file = Path(path)
+    file = file / "tokenizer.json" if file.is_dir() else file
+    if not file.is_file():
+        raise SpecError(
+            f"tokenizer: {path!r} is neither a tokenizer.json nor a folder with one; no text could be turned into "
+            "tokens. Give the path of a tokenizer.json or of a Hugging Face tokenizer folder."
+        )
+    return file
 
 
 def stream_parts(job: Job, *, tokenizer_digest: str, listings: Mapping[str, str]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from overlord.core.ragged import (
     slice_rows,
     take_rows,
 )
-from overlord.core.samples import FILE_SHIFT
+from overlord.core.samples import FILE_SHIFT, SampleId
 from overlord.errors import OverlordError, ReaderError, SourceError, SpecError
 from overlord.job.specs import Source
 from overlord.readers.arrow import ArrowReader
@@ -168,6 +168,11 @@ class SourceFiles:
     def total_bytes(self) -> int:
         """Bytes of all files as they are stored."""
         return sum(file.size for file in self.files)
+
+    def place(self, sample: SampleId) -> str:
+        """Return the file and row of a sample, in brackets behind what a message says of it."""
+        file = self.files[sample.file].path if sample.file < len(self.files) else f"file {sample.file}"
+        return f" (row {sample.row_in_file} of {file})"
 
     def columns(self) -> list[str]:
         """Return the columns that the first file has."""

@@ -248,10 +248,10 @@ class InputLog:
         found = {change.at: change.mesh for change in self.changes if change.mesh is not None}
         return sorted(found.items(), key=lambda pair: pair[0])
 
-    def hosts(self) -> dict[int, int]:
-        """Return the constructor hosts that meshes were given while the stream ran, by their number of ranks."""
-        given = (change for change in self.changes if change.mesh is not None)
-        return {one.mesh.world_size: one.hosts for one in given if one.mesh is not None and one.hosts is not None}
+    def hosts(self) -> list[tuple[int, int, int]]:
+        """Return (first step, ranks, constructor hosts) of meshes that were given with hosts, in the order of calls."""
+        given = ((one.at, one.mesh, one.hosts) for one in self.changes)
+        return [(at, mesh.world_size, hosts) for at, mesh, hosts in given if mesh is not None and hosts is not None]
 
     def mesh_at(self, step: int) -> ClientPlaceTree | None:
         """Return the mesh in force at a step; None while that is the mesh of the launch."""

@@ -659,6 +659,11 @@ class SourceLoader:
         self._check_tolerance()
         return Payload(staged.order.step, self._number, done.tokens, done.loss, done.media)
 
+    def named(self, row: int, epoch: int) -> str:
+        """Return the id of a sample with its file and row, for messages."""
+        sample = SampleId(self.name, row, epoch)
+        return f"{sample}{self._files.place(sample)}"
+
     def note_faults(self, faults: Sequence[tuple[int, int, str]]) -> None:
         """Count samples with media that the DataConstructor could not decode: (row, epoch, reason) of each."""
         self._note_rows(faults, self._bad, self._telemetry.bad_samples)

@@ -137,7 +137,7 @@ function showDetail() {
   const facts = [["samples", count(one.samples)], ["tokens", count(one.tokens)], ["waited for it", `${one.waited_s} s`],
     ["busy", `${one.busy_s} s, of it ${one.cpu_s} s of a processor`], ["wrong length", count(one.wrong_length)], ["decoded", one.decoded_in]];
   box.replaceChildren(element("h3", one.name), element("p", facts.map(([name, value]) => `${name}: ${value}`).join(" · ")),
-    element("p", one.bad_ids.length ? `last bad samples: ${one.bad_ids.map(id => typeof id === "string" ? id : JSON.stringify(id)).join(", ")}` : "no bad samples"));
+    element("p", one.bad_rows.length ? `last bad samples: ${one.bad_rows.map(id => typeof id === "string" ? id : JSON.stringify(id)).join(", ")}` : "no bad samples"));
 }
 
 // Balance: one byte for each bucket and microbatch, drawn as pixels and scaled by the browser.

@@ -23,6 +23,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -53,7 +54,7 @@ from overlord.runtimes.launching.deployment import (
     try_files,
 )
 from overlord.runtimes.launching.service_options import Progress, ServiceOptions
-from overlord.runtimes.supervision.process_workers import ProcessWorkers
+from overlord.runtimes.supervision.process_workers import WORKER_THREAD, ProcessWorkers
 from overlord.runtimes.supervision.work_clock import Spent, queued_s
 from overlord.scaling.profiles import Entry, Profile, Running, SourceProfile, Spread, cost_digest
 from overlord.storage import replacing
@@ -143,15 +144,20 @@ def _processor_s(pid: int) -> float:
 def _queued_s(processes: Iterable[int | str]) -> dict[str, float]:
     """Return how long each thread of some processes was ready and had no core; nothing where the system does not tell.
 
-    By thread: one that ends takes what it had waited with it, and a sum of all would fall.
+    By thread: one that ends takes what it had waited with it, and a sum of all would fall. Of this process, other
+    threads of Python count for nothing but those that talk to process workers: the work is done by the calling one, and
+    by those that libraries start.
     """
+    working = (threading.current_thread().name, WORKER_THREAD)
+    others = {str(one.native_id) for one in threading.enumerate() if one.name not in working}
     found: dict[str, float] = {}
     for process in processes:
         try:
             threads = os.listdir(f"/proc/{process}/task")
         except OSError:
             continue  # no such folder on this system, or a process that has just ended
-        found |= {thread: queued_s(f"{process}/task/{thread}") for thread in threads}
+        counted = set(threads) - others if process == "self" else threads
+        found |= {thread: queued_s(f"{process}/task/{thread}") for thread in counted}
     return found
 
 

@@ -85,7 +85,8 @@ class FaultLog:
     only are one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, files: SourceFiles) -> None:
+        self._files = files
         self._counts: Counter[str] = Counter()
 
     def bad_samples(self, found: Sequence[tuple[SampleId, str]]) -> None:
@@ -106,10 +107,10 @@ class FaultLog:
             if len(str(count)) > (len(str(before)) if before else 0):
                 sample, reason = samples.pop(0)
                 more = "" if count == 1 else f" ({count:,} samples of source {sample.source!r} so far)"
-                advice = "Others like it are counted in service.status(), and logged where OVERLORD_LOG=INFO is set"
-                logger.warning("%s%s. %s", words % (sample, reason), more, advice)
+                advice = "`overlord status` counts others like it, and OVERLORD_LOG=INFO logs each"
+                logger.warning("%s%s. %s", words % (sample, reason + self._files.place(sample)), more, advice)
             for sample, reason in samples:
-                logger.info("%s", words % (sample, reason))
+                logger.info("%s", words % (sample, reason + self._files.place(sample)))
 
 
 class LoaderFleet:
@@ -231,6 +232,7 @@ class LoaderFleet:
         """Return what each source's loader holds and has met."""
         pools = self._pools  # a source may come while a loader is waited for
         met = {number: pool.alone(lambda loader: loader.counters) for number, pool in pools.items()}
+        bad = {number: heapq.nsmallest(STATUS_IDS, one.bad) for number, one in met.items()}
         return {
             number: {
                 "decoded_in": pool.loader.placement.where,
@@ -240,10 +242,8 @@ class LoaderFleet:
                 "buffer_bytes": pool.loader.buffer_bytes,
                 "rows_read": met[number].seen,
                 "bad": len(met[number].bad),
-                "bad_ids": [
-                    str(SampleId(pool.loader.name, row, epoch))
-                    for row, epoch in heapq.nsmallest(STATUS_IDS, met[number].bad)
-                ],
+                "bad_ids": [str(SampleId(pool.loader.name, row, epoch)) for row, epoch in bad[number]],
+                "bad_rows": [pool.loader.named(row, epoch) for row, epoch in bad[number]],
                 "wrong_length": len(met[number].wrong_lengths),
             }
             for number, pool in pools.items()
@@ -295,7 +295,7 @@ def make_pool(
         prepared.transforms[number],
         lengths=lengths,
         workers=helpers or executors.leaf,
-        telemetry=FaultLog(),
+        telemetry=FaultLog(opened),
         placement=choice,
         poisoned=verdicts,
         hook=None if hook is None else hook.start(),

@@ -52,11 +52,11 @@ from overlord.runtimes.transport.role_codec import unwrap
 PLANNER = "planner"
 ADDED = frozenset(
     ("workers", "samples_prepared", "busy_s", "cpu_s", "waited_s", "handed_over_bytes", "buffer_bytes", "rows_read",
-     "bad", "bad_ids", "wrong_length", "followed")
+     "bad", "bad_ids", "bad_rows", "wrong_length", "followed")
 )  # fmt: skip
 """What is added up over the hosts of a source, where `status` tells of it."""
 NO_REPORT: Mapping[str, Any] = {
-    "decoded_in": "undecided", "decoded_ratio": None, **dict.fromkeys(sorted(ADDED - {"bad_ids"}), 0), "bad_ids": [],
+    "decoded_in": "undecided", "decoded_ratio": None, **dict.fromkeys(sorted(ADDED), 0), "bad_ids": [], "bad_rows": [],
 }  # fmt: skip
 """What `status` tells of a source that no host has open at this moment: it is on its way from one to another."""
 MOST_UNFOLLOWED = 64

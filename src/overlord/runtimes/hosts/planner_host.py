@@ -123,7 +123,9 @@ class PlannerHost(RoleHost):
         self._put_bytes = self._plans_put = self._numbers = 0
         self._led = -1
         self._putting = threading.Lock()
-        return FirstStep(planner.first_step, planner.inputs.hosts())
+        given = planner.inputs.hosts()
+        newest = (given[-1][0], given[-1][2]) if given else None
+        return FirstStep(planner.first_step, {ranks: hosts for _, ranks, hosts in given}, newest)
 
     def _go_back(self) -> None:
         self.rewound = True

@@ -55,6 +55,8 @@ class ResumePoint:
     """The step to draw up to from that state before anything is handed out."""
     mesh: ClientPlaceTree | None = None
     """The mesh that holds from there on, of a running service that goes back; by default that of the launch."""
+    replays: bool = False
+    """Whether the records hold what came in for later steps too."""
 
     @property
     def numbering(self) -> Mapping[str, Any] | None:
@@ -132,7 +134,7 @@ def _find_resume_point(options: ServiceOptions, place: Place, found: FoundLineag
         )
     if options.before_step is None:
         return _latest(found)
-    return before(place, found, options.before_step)
+    return before(place, found, options.before_step, replays=options.replays)
 
 
 def _latest(found: FoundLineage) -> ResumePoint:
@@ -147,8 +149,12 @@ def _latest(found: FoundLineage) -> ResumePoint:
     return ResumePoint(found.newest.state, [record for record in found.records if counts(record)], found)
 
 
-def before(place: Place, newest: FoundLineage, step: int, mesh: ClientPlaceTree | None = None) -> ResumePoint:
+def before(
+    place: Place, newest: FoundLineage, step: int, mesh: ClientPlaceTree | None = None, *, replays: bool = False
+) -> ResumePoint:
     """Go on before a step: from the nearest snapshot, drawing again what lies between.
+
+    What came in for later steps holds in a replay only: elsewhere these are trained on anew.
 
     Raises:
         StateError: The store does not hold the step any more; it names those that it holds.
@@ -162,12 +168,13 @@ def before(place: Place, newest: FoundLineage, step: int, mesh: ClientPlaceTree 
             "saved state" + ("." if step > reached else "; launch with a larger keep to be able to go further back.")
         )
     nearest = [snapshot for snapshot in found.snapshots if snapshot.step <= step][-1].state
-    state = {**nearest, "changes": [change for change in nearest["changes"] if change["at"] <= step]}
+    state = {**nearest, "changes": [change for change in nearest["changes"] if replays or change["at"] <= step]}
 
     def counts(record: Record) -> bool:
-        return record["step"] < step or (record["kind"].startswith("change.") and record["step"] == step)
+        return replays or record["step"] < step or (record["kind"].startswith("change.") and record["step"] == step)
 
-    return ResumePoint(state, [record for record in found.records if counts(record)], found, replay_to=step, mesh=mesh)
+    records = [record for record in found.records if counts(record)]
+    return ResumePoint(state, records, found, replay_to=step, mesh=mesh, replays=replays)
 
 
 def read_history(job: Job, store: Store, point: ResumePoint, given: Mapping[str, Any] | None) -> History:
@@ -218,7 +225,7 @@ def _inputs(
     known = list(state["changes"]) if isinstance(state["changes"], list) else [state["changes"]]
     changes = changes_from_json(with_changes(known, changes_of(records)), job)
     reports = _with_reports(state["reports"], records)
-    kept = [change for change in changes if change.mesh is None]
+    kept = [change for change in changes if change.mesh is None or (point.replays and change.at > point.replay_to)]
     if point.mesh is not None:  # a change like any other, so that a recovery of the new lineage finds it
         assert point.replay_to is not None
         kept.append(Change("mesh", point.replay_to, mesh=point.mesh))

@@ -84,6 +84,8 @@ class ServiceOptions:
     """Go on from the newest snapshot of the store."""
     before_step: int | None = None
     """Go on before this step of the store's newest lineage."""
+    replays: bool = False
+    """Go on with what the run was told behind `before_step`: its reports and changes, as it had them."""
     numbering: Mapping[str, Any] | None = None
     """A state that knows all sources by number, where the store does and roles are on several hosts."""
     strategy: Strategy | None = None

@@ -88,6 +88,8 @@ TRIES = 3
 """Workers that may be lost in a row without any fault of a row."""
 HANGS = 3
 """Rows in succession that are given up because of the time limit before the function itself is taken to hang."""
+WORKER_THREAD = "overlord-process-workers"
+"""The name of the threads that talk to workers."""
 
 Poisoned = list[tuple[int, str]]
 """(row, why it is given up) of every row that killed its worker twice."""
@@ -252,7 +254,7 @@ class _FairThreads:
         try:
             for _ in range(self._count):
                 # A daemon: a pool that was never closed must not keep the interpreter from ending.
-                thread = threading.Thread(target=self._work, name="overlord-process-workers", daemon=True)
+                thread = threading.Thread(target=self._work, name=WORKER_THREAD, daemon=True)
                 thread.start()
                 self._threads.append(thread)
         except RuntimeError as error:

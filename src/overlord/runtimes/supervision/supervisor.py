@@ -223,7 +223,7 @@ class Supervisor:
         for one in awake:
             one.pid = self._call(one, "alive", Nothing()).pid
             self.table.watch_from_now(one)
-        self.trainers.resume(first.hosts)
+        self.trainers.resume(first.hosts, first.newest)
 
     def watch(self) -> None:
         """Look after the roles from now on, in a thread."""

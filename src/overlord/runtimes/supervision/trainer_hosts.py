@@ -82,19 +82,27 @@ class TrainerHosts:
                     self._end(one)
                 self._publish(before)
                 raise
-            running = self._table.running("constructor")
-            self._leaving = {one.site.name: done.step for one in running if one.site.number >= hosts}
+            self._let_leave(done.step, hosts)
             return done
 
-    def resume(self, hosts: Mapping[int, int]) -> None:
-        """Start the hosts that meshes were given, in a service that recovers; ranks of one that fails have no data."""
-        if not hosts or not self._cluster:
+    def _let_leave(self, first_step: int, hosts: int) -> None:
+        running = self._table.running("constructor")
+        self._leaving = {one.site.name: first_step for one in running if one.site.number >= hosts}
+
+    def resume(self, hosts: Mapping[int, int], newest: tuple[int, int] | None) -> None:
+        """Start the hosts that meshes were given, in a service that recovers; ranks of one that fails have no data.
+
+        Those of older meshes are needed until the stream has come to the newest one, whose first step and hosts are
+        given; then they leave.
+        """
+        if newest is None or not self._cluster:
             return
         try:
             self._provide(max(hosts.values()), [])
         except OverlordError as error:
             logger.warning("not all hosts of the mesh are there again: %s", error)
         self._publish(hosts)
+        self._let_leave(*newest)
 
     def leaves(self, one: RoleInstance, served: int) -> bool:
         """Whether a host is not replaced when it is lost: a client has come to the mesh that does not have it."""

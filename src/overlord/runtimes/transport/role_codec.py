@@ -54,7 +54,7 @@ def to_frame(message: Message | BaseException) -> tuple[Frame, Any]:
     Example:
         >>> from overlord.core.messages import FirstStep
         >>> from_frame(to_frame(FirstStep(3))[0]), from_frame(to_frame(OverlordError("no"))[0])
-        (FirstStep(step=3, hosts={}), OverlordError('no'))
+        (FirstStep(step=3, hosts={}, newest=None), OverlordError('no'))
     """
     if isinstance(message, BaseException):
         return codec.frame_of(failure_of(message)), None

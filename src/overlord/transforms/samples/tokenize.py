@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from overlord.core.ragged import Ragged, offsets_of
 from overlord.errors import SpecError
+from overlord.job.specs import tokenizer_file
 
 Int32s = npt.NDArray[np.int32]
 
@@ -71,15 +72,8 @@ class TextTokenizer:
     """
 
     def __init__(self, path: str) -> None:
-        file = Path(path)
-        folder = file if file.is_dir() else None
-        if folder is not None:
-            file = folder / "tokenizer.json"
-        if not file.is_file():
-            raise SpecError(
-                f"tokenizer: {path!r} is neither a tokenizer.json nor a folder with one; no text could be turned into "
-                "tokens. Give the path of a tokenizer.json or of a Hugging Face tokenizer folder."
-            )
+        file = tokenizer_file(path)
+        folder = file.parent if Path(path).is_dir() else None
         content = file.read_bytes()
         try:
             self._tokenizer = Tokenizer.from_buffer(content)
