@@ -80,7 +80,12 @@ def digests_of(service) -> list[tuple[str, list[str]]]:
     ("how", "reason", "options"),
     [
         ("segfault", SEGFAULT, {"prefetch": 1, "threads": 1}),
-        ("exit", "killed its worker twice: exit code 3", {"prefetch": 6, "threads": 8, "loaders_per_source": 3}),
+        pytest.param(
+            "exit",
+            "killed its worker twice: exit code 3",
+            {"prefetch": 6, "threads": 8, "loaders_per_source": 3},
+            marks=pytest.mark.slow,
+        ),
         ("sleep", "killed its worker twice: no answer within 0.4 s", {}),
     ],
     ids=["segfault", "exit", "sleep"],
