@@ -336,6 +336,6 @@ def test_a_service_whose_function_hangs_closes_at_once(tmp_path, cache):
         family = process.children(recursive=True)
         assert len(family) >= 2
         begin = time.monotonic()
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - begin < 30  # its deadline is 600 s
     assert calls_of(tmp_path) == 1
     assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
