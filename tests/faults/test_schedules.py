@@ -210,9 +210,17 @@ def run_scripts(job, cache, expected, shadows, seeds):
         assert found == expected, f"seed {seed}: {script}"
 
 
-@pytest.mark.parametrize("shadows", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_random_scripts(job, cache, expected, shadows):
-    run_scripts(job, cache, expected, shadows, range(60))
+@pytest.mark.parametrize(
+    ("shadows", "seeds"),
+    [
+        (True, range(15)),
+        pytest.param(True, range(15, 60), marks=pytest.mark.slow),
+        pytest.param(False, range(60), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_random_scripts(job, cache, expected, shadows, seeds):
+    run_scripts(job, cache, expected, shadows, seeds)
 
 
 @pytest.mark.nightly
@@ -471,8 +479,9 @@ def newcomers(tmp_path_factory) -> dict[str, ol.Source]:
     return {name: ol.Source(name, str(path), sample=ol.Text("ids", tokenized=True)) for name, path in paths.items()}
 
 
-def test_any_schedule(job, cache, newcomers, near_horizon):
-    run_schedules(job, cache, newcomers, examples=40, rules=15)
+@pytest.mark.parametrize("examples", [12, pytest.param(40, marks=pytest.mark.slow)])
+def test_any_schedule(job, cache, newcomers, near_horizon, examples):
+    run_schedules(job, cache, newcomers, examples=examples, rules=15)
 
 
 @pytest.mark.nightly

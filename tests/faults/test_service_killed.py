@@ -117,7 +117,7 @@ def test_what_a_client_holds_and_asks_after_a_kill(ids_job, cache):
         began = time.monotonic()
         in_hand = next(client)
         assert [batch.digest() for batch in in_hand.microbatches] == later[0][2]
-        assert time.monotonic() - began < 0.5, "a step in hand waits for nobody"
+        assert time.monotonic() - began < 1.2, "a step in hand waits for nobody: a start takes longer"
         assert held.digest() == expected[4][2][0]
         for opened in (lazy, step):
             digests = [batch.digest() for batch in opened.microbatches]

@@ -128,7 +128,7 @@ def reported(client: ol.Client, steps: int, loss: float) -> list[Any]:
     "how",
     [
         {"runtime": "inline"},
-        {"runtime": "local"},
+        pytest.param({"runtime": "local"}, marks=pytest.mark.slow),
         pytest.param({"runtime": "local", "loader_hosts": 2}, marks=pytest.mark.slow),
     ],
     ids=["inline", "local", "processes"],

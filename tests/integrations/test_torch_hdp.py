@@ -190,6 +190,7 @@ def train_phases(rank: int, job: ol.Job, cache: str) -> dict[str, Any]:
     return {"gradients": found, "weights": weights, "counts": counts, "shared": shared, "groups": made_late}
 
 
+@pytest.mark.slow
 def test_three_wrappers_train_as_one_process_and_resume_on_another_mesh(tmp_path, cache):
     job = long_job(tmp_path)
     expected, weights = alone(job, str(cache))

@@ -263,7 +263,7 @@ def test_any_number_in_a_loss_mask_counts_once(tmp_path, cache):
 
 def _launch_error(job, cache, **options) -> str:
     with pytest.raises(ol.SpecError) as caught:
-        ol.launch(job, cache=cache, **options)
+        ol.launch(job, **{"runtime": "inline", "cache": cache, **options})
     return str(caught.value)
 
 

@@ -25,9 +25,9 @@ def reference(mixed_job, cache):
 @pytest.mark.parametrize(
     "options",
     [
-        {"loaders_per_source": 2},
+        pytest.param({"loaders_per_source": 2}, marks=pytest.mark.slow),
         {"loaders_per_source": 4},
-        {"runtime": "local", "prefetch": 1, "threads": 1},
+        pytest.param({"runtime": "local", "prefetch": 1, "threads": 1}, marks=pytest.mark.slow),
         {"runtime": "local", "prefetch": 8, "threads": 4, "loaders_per_source": 2},
         {"runtime": "local", "threads": 4, "loader_hosts": 2},
         pytest.param({"runtime": "ray", "prefetch": 1, "threads": 1}, marks=[pytest.mark.ray, pytest.mark.slow]),
@@ -46,7 +46,7 @@ def test_scale_and_runtime_change_nothing(mixed_job, cache, reference, options, 
     assert stream_digests(mixed_job, mesh=MESH, steps=STEPS, cache=cache, **options) == reference
 
 
-@pytest.mark.parametrize("mesh", ["dp=1", "dp=4", "dp=2,cp=2", "dp=2,tp=2,pp=2"])
+@pytest.mark.parametrize("mesh", ["dp=1", pytest.param("dp=4", marks=pytest.mark.slow), "dp=2,cp=2", "dp=2,tp=2,pp=2"])
 def test_mesh_changes_the_plan_but_not_the_order(mixed_job, cache, reference, mesh):
     with ol.launch(mixed_job, mesh=ol.ClientPlaceTree.parse(mesh), runtime="inline", cache=cache) as service:
         steps = [step for step, _ in zip(service.client(), range(STEPS), strict=False)]

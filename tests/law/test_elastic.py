@@ -80,7 +80,14 @@ def sorted_pieces(trainers):
 
 
 @pytest.mark.slow_on_ray
-@pytest.mark.parametrize("way", ["dp=4 dp=2 dp=8", "dp=2,cp=1 dp=2,cp=2 cp=4", "tp=2,dp=2 pp=2,dp=2,tp=2 pp=2"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("dp=4 dp=2 dp=8", marks=pytest.mark.slow_but_inline),
+        pytest.param("dp=2,cp=1 dp=2,cp=2 cp=4", marks=pytest.mark.slow_but_inline),
+        "tp=2,dp=2 pp=2,dp=2,tp=2 pp=2",
+    ],
+)
 def test_ranks_come_and_go_and_nothing_else_changes(ids_job, cache, where, way):
     first, second, third = (Tree.parse(text) for text in way.split())
     expected = straight(ids_job, Tree(), cache, 14)
@@ -144,12 +151,15 @@ def test_from_the_boundary_on_it_is_a_run_launched_there(mixed_job, cache, where
 sizes = st.builds(Tree, dp=st.integers(1, 4), cp=st.sampled_from([1, 2]), tp=st.integers(1, 2), pp=st.integers(1, 2))
 
 
+@pytest.fixture(scope="module")
+def whole_epoch(ids_job, cache):
+    return straight(ids_job.evaluation(), Tree(), cache, 99)
+
+
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(first=sizes, changes=st.lists(st.tuples(st.integers(0, 3), sizes), max_size=4))
-def test_any_meshes_at_any_steps(ids_job, cache, first, changes):
-    job = ids_job.evaluation()
-    expected = straight(job, Tree(), cache, 99)
-    with ol.launch(job, mesh=first, runtime="inline", cache=cache) as service:
+def test_any_meshes_at_any_steps(ids_job, cache, whole_epoch, first, changes):
+    with ol.launch(ids_job.evaluation(), mesh=first, runtime="inline", cache=cache) as service:
         trainers, step = Trainers(service, first.world_size), 0
         for ahead, tree in changes:
             trainers.take(step)
@@ -159,8 +169,8 @@ def test_any_meshes_at_any_steps(ids_job, cache, first, changes):
             trainers.attach(range(len(trainers.clients), tree.world_size))
             step = at + 1
         trainers.take(99)
-    assert trainers.order == expected.order and len(trainers.order) > 10
-    assert sorted_pieces(trainers) == sorted_pieces(expected)
+    assert trainers.order == whole_epoch.order and len(trainers.order) > 10
+    assert sorted_pieces(trainers) == sorted_pieces(whole_epoch)
 
 
 def test_a_new_rank_waits_for_the_others(ids_job, cache):

@@ -33,7 +33,7 @@ def _corpus(tmp_path, spread):
     return sources, lengths
 
 
-SLOW = pytest.mark.slow_on_ray
+SLOW = pytest.mark.slow_but_inline
 
 
 @pytest.mark.parametrize("mesh", [pytest.param("dp=1", marks=SLOW), pytest.param("dp=4", marks=SLOW), "dp=3,cp=2"])

@@ -100,7 +100,7 @@ def test_what_a_batch_holds_is_what_the_hooks_made(whole_job, cache, where):
     assert step.global_loss_tokens == labels < plain.global_loss_tokens
 
 
-@pytest.mark.slow_on_ray
+@pytest.mark.slow_but_inline
 def test_the_stream_is_the_same_on_every_runtime_and_after_a_resume(whole_job, cache, where, steady, tmp_path):
     bare = digests(whole_job, cache, runtime="inline")
     assert (bare.order, bare.plan) == (steady.order, steady.plan) and bare.content != steady.content

@@ -68,7 +68,7 @@ def last_stage(tree) -> list[int]:
 
 
 @pytest.mark.slow_on_ray
-@pytest.mark.parametrize("placement", ["loader", "constructor"])
+@pytest.mark.parametrize("placement", ["loader", pytest.param("constructor", marks=pytest.mark.slow_but_inline)])
 def test_it_is_what_is_delivered_where_data_are_broken(broken_job, cache, where, placement):
     tree = ol.ClientPlaceTree(dp=2)
     with ol.launch(broken_job, mesh=tree, cache=cache, placement=placement, **where) as service:

@@ -62,7 +62,7 @@ def segments(batch, key):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"loaders_per_source": 3}, marks=pytest.mark.slow_on_ray),
+        pytest.param({"loaders_per_source": 3}, marks=pytest.mark.slow_but_inline),
         pytest.param({"prefetch": 4, "threads": 4}, marks=pytest.mark.slow_on_ray),
     ],
     ids=str,

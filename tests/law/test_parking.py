@@ -238,7 +238,7 @@ def test_a_stream_whose_sources_are_all_parked_waits_for_one_to_return(ids_job, 
         late: list[int] = []
         waiting = threading.Thread(target=lambda: late.append(next(client).index))
         waiting.start()
-        waiting.join(3.0)
+        waiting.join(3.0 if kill else 1.0)
         assert waiting.is_alive(), "it waits, and does not fail"
         assert service.return_source("b") == at
         waiting.join(30.0)

@@ -96,6 +96,7 @@ def test_processes_of_one_host(job, cache, profile, expected, killed):
             check_fleet(service.status(), planned(job, profile, threads=1))
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_actors_on_ray_are_placed_with_their_cpus_and_bytes(job, cache, profile, expected, ray_address):
     launched = {"mesh": MESH, "loaders_per_source": "auto", "profile": profile, "budget": BUDGET}

@@ -80,7 +80,12 @@ def digests_of(service) -> list[tuple[str, list[str]]]:
     ("how", "reason", "options"),
     [
         ("segfault", SEGFAULT, {"prefetch": 1, "threads": 1}),
-        ("exit", "killed its worker twice: exit code 3", {"prefetch": 6, "threads": 8, "loaders_per_source": 3}),
+        pytest.param(
+            "exit",
+            "killed its worker twice: exit code 3",
+            {"prefetch": 6, "threads": 8, "loaders_per_source": 3},
+            marks=pytest.mark.slow,
+        ),
         ("sleep", "killed its worker twice: no answer within 0.4 s", {}),
     ],
     ids=["segfault", "exit", "sleep"],
@@ -331,6 +336,6 @@ def test_a_service_whose_function_hangs_closes_at_once(tmp_path, cache):
         family = process.children(recursive=True)
         assert len(family) >= 2
         begin = time.monotonic()
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - begin < 30  # its deadline is 600 s
     assert calls_of(tmp_path) == 1
     assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]

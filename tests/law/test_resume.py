@@ -21,8 +21,17 @@ def test_resumes_before_every_step(mixed_job, cache):
     assert_resumes_anywhere(mixed_job, steps=8, mesh=ol.ClientPlaceTree(dp=2), cache=cache)
 
 
-@pytest.mark.parametrize("stopping", ["all_exhausted_without_replacement", "all_exhausted", "never_exhausted"])
-@pytest.mark.parametrize("level", ["sample", "token"])
+@pytest.mark.parametrize(
+    ("level", "stopping"),
+    [
+        ("sample", "all_exhausted_without_replacement"),
+        pytest.param("sample", "all_exhausted", marks=pytest.mark.slow),
+        pytest.param("sample", "never_exhausted", marks=pytest.mark.slow),
+        pytest.param("token", "all_exhausted_without_replacement", marks=pytest.mark.slow),
+        pytest.param("token", "all_exhausted", marks=pytest.mark.slow),
+        ("token", "never_exhausted"),
+    ],
+)
 def test_resumes_before_every_step_of_a_finite_stream(ids_job, cache, stopping, level):
     job = ids_job.replace(mixture=ol.Mixture(stopping=stopping, level=level), batch=ol.Batch(32, global_tokens=400))
     assert_resumes_anywhere(job, steps=30, cache=cache)

@@ -84,7 +84,7 @@ def test_a_novel_fills_many_steps_and_no_step_is_too_full(tmp_path, cache, where
     assert len({step for step, *_ in novel}) > 3
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     spread=st.dictionaries(
         st.sampled_from("abc"), st.lists(st.integers(1, 900), min_size=1, max_size=12), min_size=1, max_size=3

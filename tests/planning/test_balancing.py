@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlord.errors import PlanError, SpecError
+from overlord.planning.balancing import methods
 from overlord.planning.balancing.balance import balance, place
 from overlord.planning.balancing.evenness import lockstep_bound
 from overlord.planning.balancing.methods import NO_LIMIT, Queue, fill, loads
@@ -354,3 +355,13 @@ def test_floats_of_mixed_scales_keep_the_guarantee_of_longest_first(costs, num_b
     largest = np.bincount(balance(costs, num_bins), costs).max()
     bound = costs.max() if len(costs) <= num_bins else costs.sum() / num_bins + costs.max()
     assert largest <= bound * (1 + 1e-9)
+
+
+def test_read_only_numbers_compile_no_kernel_anew():
+    """A user's method gets read-only arrays, and may hand them to `balance`: seconds of compiling in a step."""
+    costs, sizes = np.arange(9, 0, -1), np.arange(9)
+    expected = balance(costs, 3, "greedy", sizes, 20).tolist()
+    compiled = {name: list(getattr(methods, name).signatures) for name in ("largest_first", "_exchange_in_rounds")}
+    costs.flags.writeable = sizes.flags.writeable = False
+    assert balance(costs, 3, "greedy", sizes, 20).tolist() == expected
+    assert {name: getattr(methods, name).signatures for name in compiled} == compiled

@@ -170,11 +170,11 @@ STRATEGIES = {
 @pytest.mark.parametrize(
     ("name", "mesh", "ranks_per_host", "loader_hosts", "strategy", "layout"),
     [
-        ("mixed", "dp=2,cp=2", 2, 1, "balance", {}),
+        pytest.param("mixed", "dp=2,cp=2", 2, 1, "balance", {}, marks=pytest.mark.slow),
         ("mixed", "cp=2,tp=2", 1, 3, "balance", {"keys": "megatron"}),  # one bucket on four hosts
         ("mixed", "dp=4", 1, 2, "vlm", {}),
         ("mixed", "dp=2,cp=2,tp=2", 4, 2, "vlm", {"positions": "mrope"}),
-        ("mixed", "pp=2,dp=2", 2, 2, "vlm", {}),
+        pytest.param("mixed", "pp=2,dp=2", 2, 2, "vlm", {}, marks=pytest.mark.slow),
         ("ids", "dp=2,cp=2", 2, 3, "hdp", {}),
         ("ids", "dp=3,cp=2", 2, 2, "packed", {}),
         ("ids", "dp=8", 1, 1, "balance", {}),  # more hosts than microbatches with samples

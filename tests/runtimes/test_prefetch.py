@@ -155,7 +155,7 @@ def test_what_was_done_is_counted(tmp_path: Path, executors) -> None:
     walk(fleet, 200)
     status = fleet.status()[0]
     assert status["workers"] == 4 and status["samples_prepared"] >= 200
-    assert 0.004 <= status["busy_s"] / status["samples_prepared"] < 0.04
+    assert 0.004 <= status["busy_s"] / status["samples_prepared"] < 0.2
     assert 0 < status["waited_s"] < status["busy_s"]
 
 

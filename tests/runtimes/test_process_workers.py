@@ -196,7 +196,7 @@ def test_a_function_that_hangs_on_every_row_stops_the_source(pool):
     began = time.monotonic()
     with pytest.raises(ol.ToleranceError, match="hangs"):  # whoever asks again does not wait again
         run(rows_of([1, 2]))
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 2.0
 
 
 def test_rows_that_hang_among_others_are_judged_one_by_one(pool):
@@ -418,7 +418,7 @@ def test_closing_is_quick_and_leaves_nothing(doing):
     pool.close()
     for user in users:
         user.join()
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 20  # the rows would take 1000 s
     assert len(errors) == len(users), "who was waiting is told, and no row is judged"
     assert not [process for process in family if is_up(process)]
     assert set(psutil.Process().children(recursive=True)) <= before, "not even a zombie"

@@ -92,7 +92,7 @@ def test_blocks_of_any_number_of_ranks_make_every_sample(mesh, options, runtime,
     [
         pytest.param("hdp", marks=pytest.mark.slow_on_ray),
         "vlm",
-        pytest.param("by stages", marks=pytest.mark.slow_on_ray),
+        pytest.param("by stages", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("where", ["local", pytest.param("ray", marks=pytest.mark.ray)], indirect=True)

@@ -446,7 +446,9 @@ def _whole_numbers(name: str, values: npt.ArrayLike, times: int = 1) -> Int64s:
         raise SpecError(
             f"balance: {name} add up to more than 2**62, which int64 cannot hold; give them in larger units."
         )
-    return np.ceil(given).astype(np.int64) if given.dtype.kind == "f" else given.astype(np.int64, copy=False)
+    # Kernels are compiled for arrays that may be written; read-only ones, as a user's method gets, would compile anew.
+    copied = not given.flags.writeable
+    return np.ceil(given).astype(np.int64) if given.dtype.kind == "f" else given.astype(np.int64, copy=copied)
 
 
 def _scaled(costs: npt.NDArray[np.float64], times: int) -> Int64s:
