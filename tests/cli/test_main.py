@@ -155,7 +155,7 @@ def test_resume_goes_on_from_the_newest_snapshot(job_file: Path, tmp_path: Path)
     )
     assert [step["index"] for step in rest["per_step"]] == [16, 17, 18, 19]
     assert rest["realised_per_step"] == whole["realised_per_step"][16:]
-    assert "Resumed at step 16" in rest["notes"][0]
+    assert "training continues with step 16, which is delivered again if a trainer had begun it" in rest["notes"][0]
 
 
 @pytest.mark.parametrize("of", ["client", "DataLoader"])
@@ -174,7 +174,7 @@ def test_a_state_file_goes_on_where_the_checkpoint_is(of: str, job_file: Path, t
     assert [one["index"] for one in rest["per_step"]] == [step, step + 1, step + 2]
     assert rest["realised_per_step"][: 8 - step] == whole["realised_per_step"][step:]
     assert f"it stays there as lineage 1, and this one begins another at step {step}" in rest["notes"][0]
-    assert rest["notes"][1] == f"Resumed at step {step} from the state that --state gave."
+    assert rest["notes"][1].startswith(f"Resumed from the state --state gave: training continues with step {step}, ")
 
 
 def test_a_state_of_a_stream_that_has_not_begun_begins_it(job_file: Path, tmp_path: Path) -> None:
