@@ -158,6 +158,16 @@ def test_resume_goes_on_from_the_newest_snapshot(job_file: Path, tmp_path: Path)
     assert "training continues with step 16, which is delivered again if a trainer had begun it" in rest["notes"][0]
 
 
+def test_a_run_writes_a_line_before_it_looks_at_the_sources(tmp_path: Path) -> None:
+    """Also where its output is no terminal: the start of a service takes seconds."""
+    path = tmp_path / "job.yaml"
+    source = "{name: a, path: nowhere.jsonl, sample: {kind: text, column: ids, tokenized: true}}"
+    path.write_text(f"sources: [{source}]\nbatch: {{context_length: 8, global_samples: 2}}\n")
+    first, second, *_ = call("run", path, "--mesh", "dp=2", "--steps", 1).stderr.splitlines()
+    assert first == f"starting {path}: 1 source, mesh pp=1 dp=2 cp=1 tp=1, runtime local"
+    assert second.startswith("error: ")
+
+
 @pytest.mark.parametrize("of", ["client", "DataLoader"])
 def test_a_state_file_goes_on_where_the_checkpoint_is(of: str, job_file: Path, tmp_path: Path, cache: str) -> None:
     """Not where the store is, which is ahead of it."""
