@@ -240,8 +240,20 @@ class LaunchOptions(Spec):
     """Where Prometheus may ask for metrics: a port of this host, or host:port."""
     dashboard: Annotated[int, whole(0, "no browser could find it. Write 9500, or 0 for any free port")] | None = None
     """Port of this host where the live page of the service is served; 0 takes any that is free."""
+    dashboard_changes: bool = False
+    """Let the live page change mixture, sources and mesh; the address of the page then ends in a token."""
     steps: Annotated[int, whole(1, "nothing would run. Leave it out for no limit")] | None = None
     """Steps that `overlord run` takes; the stream itself ends at the job's max_steps."""
+
+    @model_validator(mode="after")
+    def _page_of_changes(self) -> Self:
+        if self.dashboard_changes and self.dashboard is None:
+            raise conflict(
+                "given without dashboard, so there is no page that could change anything. Give the port of one too: "
+                "dashboard=9500",
+                "dashboard_changes",
+            )
+        return self
 
     @model_validator(mode="after")
     def _cluster_of_ray(self) -> Self:

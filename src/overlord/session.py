@@ -230,7 +230,7 @@ class Service(RunningService):
 
     @property
     def dashboard(self) -> str | None:
-        """Where a browser finds the live page; None where `launch` was not told to serve one."""
+        """Where a browser finds the live page, with the token of `dashboard_changes`; None where there is no page."""
         return None if self._page is None else self._page.url
 
     def __repr__(self) -> str:
@@ -326,6 +326,7 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
     on_source_failure: OnSourceFailure | None = None,
     metrics: int | str | None = None,
     dashboard: int | None = None,
+    dashboard_changes: bool | None = None,
     progress: Progress | None = None,
 ) -> Service:
     r"""Start a service for a job and return it; everything that can be checked is checked first.
@@ -387,6 +388,8 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
         metrics: A port of this host, or "HOST:PORT", where this process answers Prometheus (0: a free port).
         dashboard: A port of this host, where a process beside the service shows it as a live page until the service is
             closed (0: a free port; `service.dashboard` says which).
+        dashboard_changes: Whether that page may change mixture, sources and mesh; `service.dashboard` then ends in the
+            token that a browser needs for it (default: the page only shows).
         progress: Called with (what, done, of) while sources are opened.
 
     Raises:
@@ -416,7 +419,7 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
     door, page = None, None
     try:  # both take their ports before anything runs
         door = None if options.metrics is None else _open_door(options.metrics, options.runtime)
-        page = None if options.dashboard is None else _open_page(options.dashboard, options.runtime)
+        page = _open_page(options)
         return Service(_start(options.runtime, job, told, options.progress), job, options, door, page)
     except BaseException:
         for one in (door, page):
@@ -590,13 +593,15 @@ def _open_door(metrics: int | str, runtime: str) -> MetricsServer:
     return MetricsServer(metrics)
 
 
-def _open_page(port: int, runtime: str) -> PageProcess:
-    if runtime == "inline":
+def _open_page(options: Launch) -> PageProcess | None:
+    if options.dashboard is None:
+        return None
+    if options.runtime == "inline":
         raise SpecError(
-            f"launch: dashboard is {port} and runtime is 'inline', where nothing runs beside the caller, so the page "
-            "would get no answer. Use runtime='local' or 'ray', or leave dashboard out."
+            f"launch: dashboard is {options.dashboard} and runtime is 'inline', where nothing runs beside the caller, "
+            "so the page would get no answer. Use runtime='local' or 'ray', or leave dashboard out."
         )
-    return PageProcess(port)
+    return PageProcess(options.dashboard, changes=options.dashboard_changes)
 
 
 def _start(

@@ -155,7 +155,17 @@ def test_resume_goes_on_from_the_newest_snapshot(job_file: Path, tmp_path: Path)
     )
     assert [step["index"] for step in rest["per_step"]] == [16, 17, 18, 19]
     assert rest["realised_per_step"] == whole["realised_per_step"][16:]
-    assert "Resumed at step 16" in rest["notes"][0]
+    assert "training continues with step 16, which is delivered again if a trainer had begun it" in rest["notes"][0]
+
+
+def test_a_run_writes_a_line_before_it_looks_at_the_sources(tmp_path: Path) -> None:
+    """Also where its output is no terminal: the start of a service takes seconds."""
+    path = tmp_path / "job.yaml"
+    source = "{name: a, path: nowhere.jsonl, sample: {kind: text, column: ids, tokenized: true}}"
+    path.write_text(f"sources: [{source}]\nbatch: {{context_length: 8, global_samples: 2}}\n")
+    first, second, *_ = call("run", path, "--mesh", "dp=2", "--steps", 1).stderr.splitlines()
+    assert first == f"starting {path}: 1 source, mesh pp=1 dp=2 cp=1 tp=1, runtime local"
+    assert second.startswith("error: ")
 
 
 @pytest.mark.parametrize("of", ["client", "DataLoader"])
@@ -174,7 +184,7 @@ def test_a_state_file_goes_on_where_the_checkpoint_is(of: str, job_file: Path, t
     assert [one["index"] for one in rest["per_step"]] == [step, step + 1, step + 2]
     assert rest["realised_per_step"][: 8 - step] == whole["realised_per_step"][step:]
     assert f"it stays there as lineage 1, and this one begins another at step {step}" in rest["notes"][0]
-    assert rest["notes"][1] == f"Resumed at step {step} from the state that --state gave."
+    assert rest["notes"][1].startswith(f"Resumed from the state --state gave: training continues with step {step}, ")
 
 
 def test_a_state_of_a_stream_that_has_not_begun_begins_it(job_file: Path, tmp_path: Path) -> None:

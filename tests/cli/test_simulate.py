@@ -16,12 +16,12 @@ import overlord as ol
 from overlord.cli.main import app
 from overlord.core.messages import MetaRequest
 from overlord.core.samples import META, SKIP, Cursor
-from overlord.job_files import LaunchOptions, dump_job_yaml
+from overlord.job_files import LaunchOptions, dump_job_yaml, load_job_file
 from overlord.planning.checking import run_strategy
 from overlord.runtimes.autoscaling.profiling import profile_job, write_profile
 from overlord.runtimes.autoscaling.simulation import MeasuredLoaders, StepClock, simulated_feed, unit_seconds
 from overlord.runtimes.launching.service_options import ServiceOptions
-from overlord.scaling.profiles import SourceCost
+from overlord.scaling.profiles import Profile, SourceCost
 
 
 def call(*arguments: object) -> Any:
@@ -39,11 +39,15 @@ def job_file(mixed_job: ol.Job, cache: str, tmp_path_factory: pytest.TempPathFac
     job = mixed_job.replace(batch=ol.Batch(2048, global_samples=64))
     path = tmp_path_factory.mktemp("simulate") / "job.yaml"
     path.write_text(dump_job_yaml(job, LaunchOptions(mesh=ol.ClientPlaceTree(dp=2))))
+    write_profile(path.with_name("job.profile.json"), _profile(job, cache))
+    return path
+
+
+def _profile(job: ol.Job, cache: str) -> Profile:
     options = ServiceOptions(mesh=ol.ClientPlaceTree(), cache=cache)
     found = profile_job(job, options, when="2030-01-01T00:00:00+00:00", samples=8, seconds=0.05)
     assert not found.failed
-    write_profile(path.with_name("job.profile.json"), found.profile)
-    return path
+    return found.profile
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +60,8 @@ def own_cache(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def told(job_file: Path, cache: str) -> dict[str, Any]:
-    arguments = ("--mesh", "dp=2,tp=2", "--gpus", "8,64", "--steps", 2, "--rows", 40, "--cache", cache)
-    return simulated(job_file, *arguments, "--hours", 0.05)
+    arguments = ("--mesh", "dp=2,tp=2", "--gpus", "8,64", "--scale-batch", "--steps", 2, "--rows", 40)
+    return simulated(job_file, *arguments, "--cache", cache, "--hours", 0.05)
 
 
 def test_each_mesh_has_its_strategies_beside_dealing(told: dict[str, Any]) -> None:
@@ -77,10 +81,38 @@ def test_each_mesh_has_its_strategies_beside_dealing(told: dict[str, Any]) -> No
             assert one["plan_s"] > 0 and one["plan_bytes"] > 0 and one["host_bytes"] <= one["most_host_bytes"]
 
 
-def test_the_batch_grows_with_the_data_parallel_groups(told: dict[str, Any]) -> None:
-    assert [mesh["samples"] for mesh in told["meshes"]] == [32 * 4, 32 * 32]
+@pytest.fixture(scope="module")
+def text_job(ids_job: ol.Job, cache: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job of 640 tokens a step whose file names no mesh, and which has no images."""
+    path = tmp_path_factory.mktemp("text") / "job.yaml"
+    path.write_text(dump_job_yaml(ids_job.replace(batch=ol.Batch(32, global_tokens=640))))
+    write_profile(path.with_name("job.profile.json"), _profile(ids_job, cache))
+    return path
+
+
+@pytest.mark.parametrize("gpus", [(), ("--gpus", "2"), ("--gpus", "4")], ids=str)
+def test_a_mesh_has_the_step_that_a_run_on_it_has(text_job: Path, cache: str, gpus: tuple[str, ...]) -> None:
+    told = simulated(text_job, "--mesh", "dp=2", *gpus, "--steps", 2, "--rows", 40, "--hours", 0.001)
+    mesh, job = told["meshes"][0], load_job_file(text_job).job
+    with ol.launch(job, mesh=f"dp={mesh['gpus']}", runtime="inline", cache=cache) as service:
+        run = [service.plan_raw(step).total_tokens for step in (1, 2)]
+    assert mesh["tokens"] == pytest.approx(np.mean(run), rel=0.05) and mesh["tokens"] == pytest.approx(640, rel=0.05)
+    assert any(words.startswith("batch: 640 tokens as in the job file, on every mesh") for words in told["assumed"])
+
+
+def test_a_job_without_images_has_no_encoder(text_job: Path) -> None:
+    outcome = call("simulate", text_job, "--steps", 1, "--rows", 10, "--hours", 0.001)
+    assert outcome.exit_code == 0, outcome.stderr
+    assert "1 GPU on 1 host" in outcome.stdout and "backbone_balance" in outcome.stdout
+    assert "vit_2b" not in outcome.stdout and "encode" not in outcome.stdout
+    refused = call("simulate", text_job, "--encoder-layers", 4)
+    assert refused.exit_code == 2 and "no source has images; it would have no effect" in refused.stderr
+
+
+def test_the_batch_grows_with_the_data_parallel_groups_where_asked_for(told: dict[str, Any]) -> None:
+    assert [mesh["samples"] for mesh in told["meshes"]] == [32 * 4, 32 * 32]  # 64 on the given mesh of dp=2
     assert [mesh["hosts"] for mesh in told["meshes"]] == [1, 8]
-    assert any("32 samples for each data-parallel group" in words for words in told["assumed"])
+    assert any("64 samples as in the job file on a mesh of dp=2; --scale-batch" in one for one in told["assumed"])
 
 
 def test_more_gpus_need_more_of_everything(told: dict[str, Any]) -> None:
@@ -108,6 +140,7 @@ def test_too_few_workers_make_trainers_wait(job_file: Path) -> None:
         (("--gpus", "12"), "a data-parallel group of the mesh pp=1 dp=2 cp=1 tp=8 has 8 GPUs"),
         (("--gpus", "many"), "'many' is no number of GPUs"),
         (("--gpus", "0"), "'0' is no number of GPUs"),
+        (("--scale-batch",), "--scale-batch is given without --gpus; no batch would grow"),
         (("--steps", "0"), "--steps is 0: this must be at least 1"),
         (("--gpu-speed", "0"), "--gpu-speed is 0.0: this must be at least 0.001"),
         (("--cpus", "0"), "--cpus is 0"),

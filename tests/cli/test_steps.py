@@ -12,10 +12,12 @@ from tests.conftest import slice_indices
 from typer.testing import CliRunner
 
 import overlord as ol
+from overlord.cli import steps
 from overlord.cli.main import app
 from overlord.cli.steps import Delivered, find_sample, rows_of
 from overlord.job_files import LaunchOptions, dump_job_yaml
 from overlord.planning.costs import llama_12b
+from overlord.planning.warm import warm_launch
 from overlord.roles.client import TOKEN_KEYS
 from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.drawer import Drawer
@@ -94,7 +96,28 @@ def test_a_sample_is_found_with_its_step_text_and_mask(run, cache, tmp_path):
     page = (tmp_path / "step.html").read_text()
     assert page.count("<img ") >= len(pictured) / 2 and "<mark>" in page
     terminal = call("show", "--store", store, "--step", 20, "--rank", 0)
-    assert terminal.exit_code == 0 and "step 20, mesh" in terminal.stdout
+    assert terminal.exit_code == 0
+    # One line, also where it is wider than the table.
+    assert terminal.stdout.splitlines()[0].startswith("step 20, mesh")
+    assert terminal.stdout.splitlines()[0].endswith("costs by llama_12b, the default cost function")
+
+
+def test_the_rows_that_are_shown_are_of_all_ranks(run, monkeypatch):
+    monkeypatch.setattr(steps, "SHOWN_ROWS", 6)
+    terminal = call("show", "--store", run[0], "--step", 0, "--texts", 0).stdout
+    table = [[cell.strip() for cell in line[1:-1].split("│")] for line in terminal.splitlines() if line[:1] == "│"]
+    assert [row[1] for row in table] == ["0-1"] * 3 + ["2-3"] * 3 and "more rows: --rank RANK" in terminal
+    found = {row["sample"]: row for row in shown("--store", run[0], "--step", 0, "--texts", 0)["rows"]}
+    for sample, _, microbatch, place, *_ in table:
+        assert (found[sample]["microbatch"], found[sample]["position"]) == (int(microbatch), int(place))
+
+
+def test_an_inline_launch_loads_only_the_kernels_that_it_calls(ids_job, cache):
+    """A replay of one step (`overlord steps show`) is over before the others would be loaded."""
+    before = warm_launch.cache_info()
+    with ol.launch(ids_job, runtime="inline", cache=cache) as service:
+        next(service.client(0))
+    assert warm_launch.cache_info() == before
 
 
 def test_a_state_shows_what_follows_it(run, mixed_job, tmp_path):

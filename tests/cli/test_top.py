@@ -49,10 +49,11 @@ def test_a_look_fits_its_terminal(looked, width):
     assert all(len(line) <= width for line in text.splitlines())
     assert "2 ranks at step" in text and "reported at step 9: loss 2.5, loss/a 2" in text and "2 more" in text
     assert ("workers" in text) == (width == 200)
-    assert [line.split()[1] for line in text.splitlines() if line.startswith("│")] == ["a", "c", "b"]
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("│")] == ["a", "b", "c"]
+    assert "service waited: for the source, while it prepared steps ahead of the trainers" in text
     crowded = {**looked[1], "sources": {f"s{n:03d}": looked[1]["sources"]["a"] for n in range(306)}}
     short = drawn(crowded, rates, width, height=24)
-    assert len(short.splitlines()) <= 26 and "296 more sources" in short
+    assert len(short.splitlines()) <= 26 and "297 more sources" in short
 
 
 def test_it_says_what_is_waited_for(looked):
@@ -81,8 +82,32 @@ def test_once_and_json_for_scripts(service, looked):
     assert told["status"]["reports"]["loss"]["value"] == 2.5 and set(told["rates"]["rows_per_s"]) == {"a", "b", "c"}
     shown = CliRunner().invoke(app, ["top", service.address, "--interval", "0.2", "--once"])
     assert shown.exit_code == 0 and "steps/s" in shown.stdout
+    columns = [_columns(CliRunner().invoke(app, [name, service.address]).stdout) for name in ("status", "top")]
+    assert [one for one in columns[0] if one in columns[1]] == [one for one in columns[1] if one in columns[0]]
     gone = CliRunner().invoke(app, ["top", "unix:///nowhere/at/all"])
     assert gone.exit_code == 2 and "/nowhere/at/all" in gone.stderr
+
+
+def _columns(shown: str) -> list[str]:
+    return [word.strip() for word in next(line for line in shown.splitlines() if "planned" in line)[1:-1].split("┃")]
+
+
+def test_a_service_lists_its_sources_in_the_order_of_the_job(ids_job, cache):
+    job = ids_job.replace(sources=[ids_job.sources[at] for at in (2, 0, 1)])
+    with ol.launch(job, runtime="inline", cache=cache) as service:
+        assert list(service.status()["sources"]) == list(job.names) == ["c", "a", "b"]
+
+
+@pytest.mark.parametrize("command", ["top", "dashboard", "trace", "status"])
+def test_a_job_file_is_not_an_address(command, tmp_path):
+    (tmp_path / "job.yaml").write_text("sources: []\nseed: 0\n" * 50)
+    (tmp_path / "notes.txt").write_text("nothing")
+    outcome = CliRunner().invoke(app, [command, str(tmp_path / "job.yaml")])
+    told = " ".join(outcome.stderr.split())
+    assert outcome.exit_code == 2 and f"{tmp_path}/job.yaml is a job file, not an address" in told
+    assert f"overlord serve {tmp_path}/job.yaml --address-file F" in told and "seed" not in told
+    outcome = CliRunner().invoke(app, [command, str(tmp_path / "notes.txt")])
+    assert outcome.exit_code == 2 and "holds no address" in outcome.stderr and "nothing" not in outcome.stderr
 
 
 def test_live_until_ctrl_c_or_until_the_service_is_gone(service):

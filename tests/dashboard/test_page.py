@@ -20,6 +20,7 @@ import urllib.request
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 import overlord as ol
@@ -31,7 +32,9 @@ from overlord.dashboard.watching import Watch, newest_step, shown_status, shown_
 from overlord.integrations.torch_loader import DataLoader
 from overlord.job_files import dump_job_yaml
 from overlord.launch_spec import LaunchOptions
-from overlord.runtimes.supervision.page_process import LOOPBACK, listening_socket
+from overlord.runtimes.supervision import page_process
+from overlord.runtimes.supervision.early_start import start_python
+from overlord.runtimes.supervision.page_process import LOOPBACK, PageProcess, listening_socket
 from overlord.runtimes.transport.listener import answer_requests, listen
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -253,6 +256,60 @@ def test_a_launched_page_is_there_as_long_as_its_service(ids_job, tmp_path):
         seen = until(lambda: (now := json.loads(get(f"{url}now"))).get("sentence") and now)
         assert seen["address"] == service.address
     assert service.dashboard is None and refused(url)
+
+
+def page_of(service):
+    """The process of a launched page: a child of this one that serves its address."""
+    for one in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it may have just ended
+            if {"overlord.dashboard.serving_page", service.address} <= set(one.cmdline()):
+                return one
+    return None
+
+
+def test_a_launched_page_that_is_killed_is_started_again(ids_job, tmp_path, caplog):
+    with ol.launch(ids_job, cache=tmp_path, dashboard=0) as service:
+        url, pids = service.dashboard, set()
+        for _ in range(2):
+            process = until(lambda: (one := page_of(service)) and one.pid not in pids and one)
+            assert b"overlord" in get(url)  # a request that comes before the process is up waits for it
+            pids.add(process.pid)
+            process.kill()
+        assert b"overlord" in get(url) and page_of(service).pid not in pids
+    assert refused(url)
+    assert [r.message for r in caplog.records if "live page" in r.message] == [
+        f"the process of the live page {url} ended (exit code -9); it is started again"
+    ]
+
+
+def test_a_page_that_cannot_run_is_given_up(monkeypatch, caplog):
+    monkeypatch.setattr(page_process, "RESTARTS", 1)
+    page = PageProcess(0)
+    monkeypatch.setattr(
+        page_process, "start_python", lambda *a, **b: start_python(["-c", "raise SystemExit(3)"], {}, [])
+    )
+    page.start("unix:///nowhere")
+    assert until(lambda: "is not served any more" in caplog.text) and refused(page.url)
+    page.close()
+
+
+def test_a_launched_page_changes_the_service_only_with_its_token(ids_job, tmp_path):
+    with ol.launch(ids_job, cache=tmp_path, dashboard=0, dashboard_changes=True) as service:
+        url, _, token = service.dashboard.partition("#token=")
+        assert token not in " ".join(until(lambda: page_of(service)).cmdline())  # all users could read it there
+
+        def change(headers):
+            wanted = json.dumps({"change": "park_source", "value": "a"}).encode()
+            request = urllib.request.Request(f"{url}change", wanted, headers)
+            return json.loads(urllib.request.urlopen(request, timeout=20).read())
+
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            change({})
+        assert service.status()["sources"]["a"]["parked"] is None
+        step = change({TOKEN: token})["step"]
+        assert service.status()["sources"]["a"]["parked"]["since"] == step
+    with pytest.raises(ol.SpecError, match=r"dashboard_changes.*given without dashboard"):
+        ol.launch(ids_job, cache=tmp_path, dashboard_changes=True)
 
 
 def test_a_torch_loader_has_a_page_too(ids_job, tmp_path):

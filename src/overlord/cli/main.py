@@ -296,6 +296,9 @@ def run(
     # What the file says of trainer hosts is for trainers; here all ranks are in one process.
     loaded = dataclasses.replace(loaded, launch=loaded.launch.model_copy(update={"ranks_per_host": None}))
     options = choose(loaded, flags, cache, cpus)
+    # First of all, since the imports and the start of the service take seconds: a log must not be silent meanwhile.
+    of = f"{number(len(loaded.job.sources), 'source')}, mesh {options.mesh}, runtime {options.runtime}"
+    screen.note(f"starting {job}: {of}")
     from overlord.cli.running import check_job, run_job, with_state
     from overlord.reports.run_report import render_report
 
@@ -397,8 +400,9 @@ def dashboard(
     as_json: AsJson = False,
 ) -> None:
     """Serve a live page of a running service: waits, sources, balance, hosts, samples."""
-    from overlord.cli.serving import find_status, read_address_file
+    from overlord.cli.serving import find_status
     from overlord.runtimes.supervision.page_process import LOOPBACKS, listening_socket, needs_library
+    from overlord.runtimes.transport.listener import read_address
 
     screen = Screen(as_json=as_json)
     with screen.progress():
@@ -414,7 +418,7 @@ def dashboard(
             f"--allow-changes is given and --host is {host!r}: whatever reads the network on the way would have the "
             "token, and could change the run. Leave --host out, and use a tunnel: ssh -L 9500:127.0.0.1:9500 HOST."
         )
-    page = PageServer(read_address_file(address), listening, token)
+    page = PageServer(read_address(address), listening, token)
     screen.show(labelled("page     ", page.url))
     if token is not None:
         screen.show(labelled("changes  ", f"{page.url}#token={token}"))
@@ -673,14 +677,17 @@ def show_steps(
             "steps show needs what a step is computed from: --store DIR (the store of a run), or JOB with --state FILE "
             "(what state_dict() returned). Give one of them."
         )
-    from overlord.cli.running import read_state
     from overlord.cli.steps import find_sample, open_step, show_step, step_page, step_tables
 
-    found = None if state is None else read_state(state)
-    if state is not None and found is None:
-        raise SpecError(
-            f"--state {state} is of a stream that has not begun; it holds no step. Use overlord sources preview."
-        )
+    found = None
+    if state is not None:
+        from overlord.cli.running import read_state
+
+        found = read_state(state)
+        if found is None:
+            raise SpecError(
+                f"--state {state} is of a stream that has not begun; it holds no step. Use overlord sources preview."
+            )
     with screen.progress() as tell, screen.user_code():
         if sample is not None and step is None and store is not None:
             step = find_sample(store, sample, loaded, folder_of(cache))

@@ -96,9 +96,11 @@ class SimulateOptions(Spec):
     gpu_speed: Annotated[float, real(1e-3, math.inf, "no step would end")] = 1.0
     """Speed of a GPU over that of the one a preset was measured on; 1 by default."""
     global_samples: Annotated[int, whole(1, "a step would be empty")] | None = None
-    """Samples of a step; by default as many for each data-parallel group as in the job file."""
+    """Samples of a step; by default the batch of the job file, on every mesh."""
     global_tokens: Annotated[int, whole(1, "a step would be empty")] | None = None
     """Tokens of a step instead."""
+    scale_batch: bool = False
+    """With --gpus: let the batch grow with dp; the batch given is then that of the mesh given."""
     steps: Annotated[int, whole(1, "there would be nothing to simulate")] = 8
     """Steps that are drawn and planned for real; 8 by default."""
     hours: Annotated[float, real(1e-4, math.inf, "there would be nothing to simulate")] = 1.0
@@ -110,6 +112,8 @@ class SimulateOptions(Spec):
     def _one_size(self) -> SimulateOptions:
         if self.global_samples is not None and self.global_tokens is not None:
             raise conflict("global_samples and global_tokens are both given, and a step has one size. Give one")
+        if self.scale_batch and self.gpus is None:
+            raise conflict("--scale-batch is given without --gpus; no batch would grow. Give --gpus, or leave it out")
         return self
 
 
@@ -160,7 +164,7 @@ def _flag(spec: type[Spec], name: str, runtimes: Any) -> inspect.Parameter:
         kind = field.annotation
     else:
         plain = getattr(kinds[0], "__origin__", kinds[0]) if len(kinds) == 1 else str  # without its checks
-        kind = plain if plain in (int, float) else str
+        kind = plain if plain in (int, float, bool) else str
     flag = _name_of(name)
     if name == "scaling":
         kind, flag = bool, "--scaling/--no-scaling"
@@ -251,6 +255,11 @@ def layout_words(layout: Layout) -> str:
     """
     changed = layout.model_dump(mode="json", exclude_defaults=True, exclude={"keys"})
     return ", ".join([layout.keys, *(f"{name}={value}" for name, value in changed.items())])
+
+
+def resumed_words(step: int) -> str:
+    """Say where training continues after a resume."""
+    return f"training continues with step {step}, which is delivered again if a trainer had begun it"
 
 
 def layout_advice(job: Job, layout: Layout) -> list[str]:

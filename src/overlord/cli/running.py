@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 import psutil
 
-from overlord.cli.options import layout_advice, layout_words, strategy_name
+from overlord.cli.options import layout_advice, layout_words, resumed_words, strategy_name
 from overlord.cli.output import Tell
 from overlord.cli.sources import context_notes, count_indexed, isolated, open_each
 from overlord.core.place_tree import ClientPlaceTree
@@ -444,10 +444,9 @@ def _over_tolerance(job: Job, statuses: Mapping[str, Any]) -> list[str]:
 
 def _notes(options: Launch, collector: Collector, facts: _Facts) -> list[str]:
     notes = list(facts.aside)
-    if options.state == "latest":
-        notes.append(f"Resumed at step {facts.before['step']} from the newest snapshot in {options.store}.")
-    elif options.state is not None:
-        notes.append(f"Resumed at step {facts.before['step']} from the state that --state gave.")
+    if options.state is not None:
+        whence = f"the newest snapshot in {options.store}" if options.state == "latest" else "the state --state gave"
+        notes.append(f"Resumed from {whence}: {resumed_words(facts.before['step'])}.")
     elsewhere = [o for o in facts.status.get("ray", {}).get("placement", ()) if o["host"] != socket.gethostname()]
     if elsewhere:
         hosts = ", ".join(sorted({one["host"] for one in elsewhere}))

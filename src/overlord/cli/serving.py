@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from overlord.cli.options import layout_words
+from overlord.cli.options import layout_words, resumed_words
 from overlord.cli.output import Screen, labelled
 from overlord.errors import ServiceLost, SpecError
 from overlord.launch_spec import Launch
@@ -67,25 +67,9 @@ def find_status(address: str) -> dict[str, Any]:
         SpecError: No service answers there.
     """
     try:
-        return status_of(read_address_file(address))
+        return status_of(address)
     except ServiceLost as error:
         raise SpecError(str(error)) from error
-
-
-def read_address_file(address: str) -> str:
-    """Return an address, or the one that a file holds.
-
-    Raises:
-        SpecError: The file cannot be read.
-    """
-    try:
-        is_file = not address.startswith("unix://") and Path(address).is_file()
-        return Path(address).read_text(encoding="utf-8").strip() if is_file else address
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(
-            f"{address}: the address cannot be read from this file ({error}); no service could be asked. Give the "
-            "address that `overlord serve` shows."
-        ) from error
 
 
 def announcement(
@@ -102,6 +86,8 @@ def announcement(
         labelled("serving  ", f"{job}, mesh {options.mesh} ({ranks}), layout {layout}"),
         Text.assemble(("address  ", "dim"), (address, "bold")),
     ]
+    if options.state is not None:
+        lines.append(labelled("resumed  ", resumed_words(status["planner"]["first_step"])))
     if metrics is not None:
         lines.append(labelled("metrics  ", metrics))
     if dashboard is not None:
@@ -202,13 +188,13 @@ def status_tables(status: dict[str, Any]) -> list[RenderableType]:
     then = f" (from step {coming['step']} on {coming['mesh']})" if coming else ""
     title = f"{status['runtime']} service, mesh {status['mesh']}{then}, next plan: step {planner['next_step']}, {held}"
     heads = ["source", "format", "planned", "realised", "samples", "tokens", "epoch"]
-    heads += ["buffer", "bad", "wrong length", "skipped"]
+    heads += ["bad", "wrong length", "dropped", "buffer"]
     rows: list[Row] = []
     for name, one in status["sources"].items():
         cells = (escape(one["format"]), share(one["planned_share"]), share(one["realised_share"]))
         counts = (count(one["samples"]), count(one["tokens"]), f"{one['epoch']}{where_it_is(one)}")
         faults = (f"[red]{one[key]:,}[/red]" if one[key] else "0" for key in ("bad", "wrong_length"))
-        rows.append(Row(name, (*cells, *counts, size(one["buffer_bytes"]), *faults, f"{one['skipped']:,}")))
+        rows.append(Row(name, (*cells, *counts, *faults, f"{one['skipped']:,}", size(one["buffer_bytes"]))))
     clients = Table(title=f"{number(len(status['clients']), 'client')} attached", title_justify="left")
     clients.add_column("at step", justify="right")
     clients.add_column("ranks")

@@ -17,7 +17,7 @@ from overlord.cli.options import SimulateOptions
 from overlord.cli.output import Tell
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import SpecError
-from overlord.job.specs import Job
+from overlord.job.specs import ImageSpec, Job, Video
 from overlord.job_files import JobFile
 from overlord.launch_spec import Budget, Launch, mapping_or_name, profile_path
 from overlord.planning.costs import Cost, CostModel, llama_12b, presets, vit_2b
@@ -44,7 +44,7 @@ from overlord.runtimes.autoscaling.simulation import (
     unit_seconds,
 )
 from overlord.runtimes.launching.deployment import base_weights, limits_of
-from overlord.runtimes.launching.service_options import ServiceOptions
+from overlord.runtimes.launching.service_options import ServiceOptions, few_samples
 from overlord.scaling.profiles import Profile
 
 LAYERS = {"llama_12b": 45, "vit_2b": 48}
@@ -54,9 +54,10 @@ _PROFILED_S = 0.5
 """Seconds of each source, where there is no profile."""
 _WORTH_TELLING = 0.01
 """Share of the time that trainers wait, from which on it is told what they wait for."""
+_UNPLACED = "images that no strategy places are encoded by the tp x cp ranks that have their tokens, in equal parts"
 _COLUMNS = (
     "GPUs", "strategy", "step", "speedup", "waits", "tokens/s", "workers", "cores", "memory", "plan", "sent",
-    "data/host/s",
+    "host data/s",
 )  # fmt: skip
 
 
@@ -86,23 +87,24 @@ def meshes_of(tree: ClientPlaceTree, gpus: str | None) -> list[ClientPlaceTree]:
     return found
 
 
-def batched(job: Job, tree: ClientPlaceTree, own_dp: int, asked: SimulateOptions) -> Job:
-    """Return the job with the batch of a mesh: as asked for, else as much for each data-parallel group as in the job.
+def batched(job: Job, tree: ClientPlaceTree, given_dp: int, asked: SimulateOptions) -> Job:
+    """Return the job with the batch of a mesh: the job's, or as asked for; it grows with dp only with --scale-batch.
 
     Raises:
         SpecError: The batch is too small for a sequence.
     """
-    given = {"global_samples": asked.global_samples, "global_tokens": asked.global_tokens}
-    if not any(given.values()):
-        now = {name: getattr(job.batch, name) for name in given}
-        given = {name: value and max(1, round(value * tree.dp / own_dp)) for name, value in now.items()}
-        if given["global_tokens"]:
-            given["global_tokens"] = max(given["global_tokens"], job.batch.context_length)
-    return job.replace(batch=job.batch.replace(**given))
+    sizes = {"global_samples": asked.global_samples, "global_tokens": asked.global_tokens}
+    if not any(sizes.values()):
+        sizes = {name: getattr(job.batch, name) for name in sizes}
+    if asked.scale_batch:
+        sizes = {name: value and max(1, round(value * tree.dp / given_dp)) for name, value in sizes.items()}
+        if sizes["global_tokens"]:  # a smaller mesh than the given one still has room for one sequence
+            sizes["global_tokens"] = max(sizes["global_tokens"], job.batch.context_length)
+    return job.replace(batch=job.batch.replace(**sizes))
 
 
-def clock_of(strategy: Strategy | None, asked: SimulateOptions) -> tuple[StepClock, list[str]]:
-    """Return how long steps take, and what is assumed for that.
+def clock_of(strategy: Strategy | None, asked: SimulateOptions, *, images: bool) -> tuple[StepClock, list[str]]:
+    """Return how long steps take, and what is assumed for that; a job without images has no encoder.
 
     Raises:
         SpecError: A cost has no time, or an option has no effect.
@@ -113,15 +115,20 @@ def clock_of(strategy: Strategy | None, asked: SimulateOptions) -> tuple[StepClo
         "encoder": _model(asked.encoder_cost, "--encoder-cost", own_encoder, vit_2b),
     }
     given = {"backbone": ("--layers", asked.layers), "encoder": ("--encoder-layers", asked.encoder_layers)}
-    in_flops = [model for model in models.values() if model.unit == "flops"]
+    if not images:
+        for flag, value in (("--encoder-cost", asked.encoder_cost), ("--encoder-layers", asked.encoder_layers)):
+            if value is not None:
+                raise SpecError(f"{flag} is {value} and no source has images; it would have no effect. Leave it out.")
+        given.pop("encoder")
+    in_flops = [models[name] for name in given if models[name].unit == "flops"]
     if asked.tflops is not None and not in_flops:
         raise SpecError(
             f"--tflops is {asked.tflops:g} and the cost models are in milliseconds; it would have no effect. Leave it "
             "out, or give --cost '{causal_lm: {layers: 32, hidden: 4096}}'; --gpu-speed makes measured times shorter."
         )
-    words, units = list[str](), dict[str, float]()
-    for name, model in models.items():
-        flag, layers = given[name]
+    words, units = list[str](), {"encoder": 0.0}
+    for name, (flag, layers) in given.items():
+        model = models[name]
         preset = model in presets()
         if layers is not None and not preset:
             raise SpecError(
@@ -206,7 +213,7 @@ def simulate_job(
     """Simulate a job on each mesh that was asked for.
 
     Args:
-        loaded: The job, and the mesh that its batch is for.
+        loaded: The job.
         path: Its file.
         launch: Its mesh, strategy, layout, prefetch, threads, workers and profile.
         strategies: What to compare; the common ones if there is none.
@@ -220,15 +227,14 @@ def simulate_job(
         SpecError: An option or the job is wrong.
         PlanError: A step cannot be planned.
     """
-    job, own_dp = loaded.job, loaded.launch.mesh.dp
+    job, dp = loaded.job, launch.mesh.dp
     trees = meshes_of(launch.mesh, asked.gpus)
-    for tree in trees:
-        batched(job, tree, own_dp, asked)  # refused before anything is read
+    sized = [batched(job, tree, dp, asked) for tree in trees]  # refused before anything is read
     judged = strategies[-1] if strategies else launch.strategy
-    clock, models = clock_of(judged if isinstance(judged, StrategySpec) else None, asked)
+    images = any(isinstance(source.sample, (ImageSpec, Video)) for source in job.sources)
+    clock, models = clock_of(judged if isinstance(judged, StrategySpec) else None, asked, images=images)
     profile, costs = profile_of(job, path, launch, tell)
-    # Sources are opened with the mesh that the job's batch is for: a dry run plans its first step at once.
-    with dry_run(job, launch.model_copy(update={"mesh": loaded.launch.mesh}), tell) as roles:
+    with dry_run(job, launch, tell) as roles:
         rows = measured_rows(roles.fleet, roles.job.names, asked.rows, tell)
         ordered, weights = roles.job, base_weights(roles.job, roles.facts)
     compared, notes = strategies_of([one for one in strategies if one is not None], launch.strategy, rows), list[str]()
@@ -256,19 +262,23 @@ def simulate_job(
     found: list[SimulatedMesh] = []
     for tree in trees:
         limits = limits_of(ordered, launch.layout, tree)
-        found.append(simulate_mesh(batched(ordered, tree, own_dp, asked), tree, limits, rehearsal, tell))
-    return found, [*models, costs, *_assumptions(job, rehearsal, rows, own_dp, asked), *notes]
+        found.append(simulate_mesh(batched(ordered, tree, dp, asked), tree, limits, rehearsal, tell))
+    few = [words for one, tree in zip(sized, trees, strict=True) if (words := few_samples(one, tree)) is not None]
+    batch = _batch_words(batched(job, launch.mesh, dp, asked), launch.mesh, asked)
+    return found, [*models, costs, batch, *_assumptions(rehearsal, rows, images=images), *notes, *few]
 
 
-def _assumptions(job: Job, given: Rehearsal, rows: Sequence[Rows], own_dp: int, asked: SimulateOptions) -> list[str]:
+def _batch_words(job: Job, tree: ClientPlaceTree, asked: SimulateOptions) -> str:
+    batch = job.batch
+    of = f"{batch.global_samples:,} samples" if batch.global_samples is not None else f"{batch.global_tokens:,} tokens"
+    whose = "as asked for" if asked.global_samples or asked.global_tokens else "as in the job file"
+    if asked.scale_batch:
+        return f"batch: {of} {whose} on a mesh of dp={tree.dp}; --scale-batch lets it grow with dp"
+    return f"batch: {of} {whose}, on every mesh; --scale-batch would let it grow with dp"
+
+
+def _assumptions(given: Rehearsal, rows: Sequence[Rows], *, images: bool) -> list[str]:
     read = sum(len(meta) for meta, _ in rows)
-    batch = "samples" if job.batch.global_samples is not None else "tokens"
-    per_group = (job.batch.global_samples or job.batch.global_tokens or 0) / own_dp
-    sized = (
-        "as asked for"
-        if asked.global_samples or asked.global_tokens
-        else f"{per_group:,.6g} {batch} for each data-parallel group, as in the job file"
-    )
     fleet = (
         f"{number(given.cpus, 'worker')} of all sources together"
         if given.cpus is not None
@@ -281,11 +291,10 @@ def _assumptions(job: Job, given: Rehearsal, rows: Sequence[Rows], own_dp: int, 
         f"lengths: {number(read, 'row')} of {number(len(rows), 'source')} were read, and are drawn again at random for "
         f"larger batches; {number(given.steps, 'step')} drawn, planned and checked for real on this host, with the "
         "mixture of the first steps",
-        f"batch: {sized}",
-        "step: the encoder takes its images first, then the backbone runs; ranks of tp and cp share a sequence evenly, "
-        "pipeline stages have equal layers; communication, the optimizer and recomputation take no time beyond what "
-        "the cost model has",
-        "images that no strategy places are encoded by the tp x cp ranks that have their tokens, in equal parts",
+        f"step: {'the encoder takes its images first, then the backbone runs; ' if images else ''}ranks of tp and cp "
+        "share a sequence evenly, pipeline stages have equal layers; communication, the optimizer and recomputation "
+        "take no time beyond what the cost model has",
+        *([_UNPLACED] if images else []),
         f"feed: {fleet}; each has a core where it needs one; media behind the hand-over: {threads}; "
         f"{number(given.prefetch, 'step')} ahead; {given.hours:g} h of steps, or 2,000 of them",
         f"hosts: {number(given.per_host, 'GPU')} each; every host hands over its own part; the network and storage are "
@@ -309,7 +318,7 @@ def simulated_tables(job: str, found: Sequence[SimulatedMesh], assumed: Sequence
                         percent(one.waits),
                         count(one.tokens_per_s),
                         f"{one.workers:,}",
-                        f"{one.cpus:,.3g}" if one.cpus < 1000 else count(one.cpus),
+                        f"{one.cpus:.2g}" if one.cpus < 10 else count(one.cpus),
                         size(one.bytes),
                         seconds(one.plan_s),
                         size(one.plan_bytes),
@@ -317,14 +326,16 @@ def simulated_tables(job: str, found: Sequence[SimulatedMesh], assumed: Sequence
                     ),
                 )
             )
-    look: Mapping[str, Any] = {"box": box.SIMPLE_HEAD, "collapse_padding": True, "pad_edge": False}
+    look: Mapping[str, Any] = {"box": box.SIMPLE_HEAD, "collapse_padding": True, "pad_edge": False, "show_edge": False}
     table = terminal_table(None, _COLUMNS, rows, left=("strategy",), **look)
+    table.columns[1].no_wrap = True  # the name of a strategy is read as a whole, and given to --strategy
     parts: list[RenderableType] = [Text(f"{job}, simulated", style="bold")]
     for mesh in found:
-        words = f"{mesh.gpus:,} GPUs on {number(mesh.hosts, 'host')}: {mesh.mesh}; {count(mesh.samples)} samples and "
-        parts.append(Padding(Text(f"{words}{count(mesh.tokens)} tokens a step"), (0, 0, 0, 2)))
+        words = f"{number(mesh.gpus, 'GPU')} on {number(mesh.hosts, 'host')}: {mesh.mesh}; "
+        words += f"{count(mesh.samples)} samples and {count(mesh.tokens)} tokens a step"
+        parts.append(Padding(Text(words), (0, 0, 0, 2)))
     notes: list[RenderableType] = [
-        Text(f"{mesh.gpus:,} GPUs, {one.strategy}: trainers wait; {_held_up_by(one)}.")
+        Text(f"{number(mesh.gpus, 'GPU')}, {one.strategy}: trainers wait; {_held_up_by(one)}.")
         for mesh in found
         for one in mesh.strategies
         if one.waits > _WORTH_TELLING

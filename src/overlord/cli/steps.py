@@ -587,34 +587,50 @@ def _job_of_run(store: str, found: FoundLineage) -> Job:
 def step_tables(shown: ShownStep, *, pictures: bool) -> list[RenderableType]:
     """Return a step for the terminal."""
     total = sum(row.cost for row in shown.rows) or 1
-    heads = ("sample", "ranks", "microbatch", "tokens", "media", "epoch", "share of cost")
+    heads = ("sample", "ranks", "microbatch", "place", "tokens", "media", "epoch", "share of cost")
+    listed = _of_every_rank(shown.rows, SHOWN_ROWS)
     rows = [
         Row(
             row.sample + (f" from token {row.first_token:,}" if row.first_token else ""),
             (
                 _spans(row.ranks),
-                f"{row.microbatch}:{row.position}",
+                str(row.microbatch),
+                str(row.position),
                 f"{row.tokens:,}",
                 f"{row.images} ({row.media_tokens:,})" if row.images else "",
                 str(row.epoch),
                 share(row.cost / total) + (" [red]bad[/red]" if row.bad else ""),
             ),
         )
-        for row in shown.rows[:SHOWN_ROWS]
+        for row in listed
     ]
     tokens = sum(row.tokens for row in shown.rows)
     title = (
         f"step {shown.step}, mesh {shown.mesh}: {number(len(shown.rows), 'row')} of {shown.of:,}, {count(tokens)} "
-        f"tokens, costs by {shown.cost.name}"
+        f"tokens; costs by {shown.cost.name}{', the default cost function' if shown.cost == llama_12b else ''}"
     )
-    parts: list[RenderableType] = [terminal_table(title, heads, rows, left=("ranks",))]
-    if len(shown.rows) > SHOWN_ROWS:
-        parts.append(f"{len(shown.rows) - SHOWN_ROWS:,} more rows: --rank RANK shows one rank's, --json and --html all")
+    # As text, not as the title of the table, whose width it would be folded to.
+    parts: list[RenderableType] = [escape(title), terminal_table(None, heads, rows, left=("ranks",))]
+    if len(listed) < len(shown.rows):
+        parts.append(
+            f"{len(shown.rows) - len(listed):,} more rows: --rank RANK shows all of one rank, --json and --html all of "
+            "the step"
+        )
     if shown.reported:
         listed = ", ".join(f"{name} {value:g}" for name, value in sorted(shown.reported.items()))
         parts.append(Words(f"reported: {listed}"))
     parts += [show_sample(preview, pictures=pictures) for _, preview in shown.texts]
     return parts
+
+
+def _of_every_rank(rows: Sequence[StepRow], most: int) -> list[StepRow]:
+    """Return at most so many rows in their order: the first ones of every group of ranks."""
+    seen = Counter[tuple[int, ...]]()
+    turns: list[tuple[int, int]] = []
+    for at, row in enumerate(rows):
+        turns.append((seen[row.ranks], at))
+        seen[row.ranks] += 1
+    return [rows[at] for at in sorted(at for _, at in sorted(turns)[:most])]
 
 
 def step_page(name: str, shown: ShownStep) -> str:

@@ -26,7 +26,7 @@ SHOWN_REPORTS = 6
 SHOWN_FAULTS = 4
 LEAST_ROWS = 3
 """Sources that are shown in a terminal of any height."""
-OTHER_LINES = 14
+OTHER_LINES = 15
 """About so many lines are for everything but the sources."""
 
 
@@ -65,26 +65,27 @@ def top_view(status: Mapping[str, Any], rates: Rates, *, width: int, height: int
 
 
 def _sources(status: Mapping[str, Any], rates: Rates, width: int, height: int | None) -> RenderableType:
-    """Return the sources, those that are waited for most first."""
+    """Return the sources in the order of the job; where there is no room for all, those that are waited for most."""
     sources: Mapping[str, Mapping[str, Any]] = status["sources"]
-    order = sorted(sources, key=lambda n: (-round(rates.waited_share.get(n, 0.0), 2), -sources[n]["planned_share"], n))
-    room = len(order) if height is None else max(LEAST_ROWS, height - OTHER_LINES)
-    heads = ["source", "planned", "realised", "rows/s", "waited for", "epoch", "bad"]
-    heads += ["tokens", "workers", "buffer"] if width >= WIDE else []
+    most = sorted(sources, key=lambda n: (-round(rates.waited_share.get(n, 0.0), 2), -sources[n]["planned_share"], n))
+    room = len(sources) if height is None else max(LEAST_ROWS, height - OTHER_LINES)
+    shown = set(most[:room])
+    heads = ["source", "planned", "realised", *(["tokens"] if width >= WIDE else []), "epoch", "bad"]
+    heads += ["rows/s", "service waited", *(["workers", "buffer"] if width >= WIDE else [])]
     rows: list[Row] = []
-    for name in order[:room]:
-        one = sources[name]
+    for name, one in sources.items():
+        if name not in shown:
+            continue
         bad = f"[red]{one['bad']:,}[/red]" if one["bad"] else "0"
         waited = percent(rates.waited_share.get(name, 0.0))
-        cells = [share(one["planned_share"]), share(one["realised_share"]), f"{rates.rows_per_s.get(name, 0.0):,.0f}"]
-        cells += [waited, f"{one['epoch']}{where_it_is(one)}", bad]
-        if width >= WIDE:
-            cells += [count(one["tokens"]), str(one["workers"]), size(one["buffer_bytes"])]
+        cells = [share(one["planned_share"]), share(one["realised_share"])]
+        cells += [count(one["tokens"])] if width >= WIDE else []
+        cells += [f"{one['epoch']}{where_it_is(one)}", bad, f"{rates.rows_per_s.get(name, 0.0):,.0f}", waited]
+        cells += [str(one["workers"]), size(one["buffer_bytes"])] if width >= WIDE else []
         rows.append(Row(name, cells))
-    table = terminal_table(None, heads, rows, expand=False)
-    if len(order) <= room:
-        return table
-    return Group(table, Text(f"{len(order) - room} more sources", style="dim"))
+    notes = [f"{len(sources) - room} more sources, which the service waited for less"] if len(sources) > room else []
+    notes.append("service waited: for the source, while it prepared steps ahead of the trainers")
+    return Group(terminal_table(None, heads, rows, expand=False), *(Text(note, style="dim") for note in notes))
 
 
 def _hosts(status: Mapping[str, Any]) -> RenderableType | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import secrets
 import socket
 import sys
@@ -34,7 +35,7 @@ from starlette.staticfiles import StaticFiles
 from overlord.dashboard.watching import LOOK_EVERY_S, Watch
 from overlord.errors import OverlordError
 from overlord.reports.pages import STYLE
-from overlord.runtimes.supervision.page_process import LOOPBACK, LOOPBACKS, end_with_launcher, url_of
+from overlord.runtimes.supervision.page_process import LOOPBACK, LOOPBACKS, TOKEN_VARIABLE, end_with_launcher, url_of
 
 PAGE = Path(__file__).parent / "page"
 TOKEN = "x-overlord-token"
@@ -149,7 +150,9 @@ async def _change(watch: Watch, token: str | None, request: Request) -> Response
     """Make a change; what the service refuses is answered in its own words."""
     if token is None:
         return _refusal(
-            403, "this page only shows. Start one that may change: overlord dashboard ADDRESS --allow-changes"
+            403,
+            "this page only shows. Start one that may change: overlord dashboard ADDRESS --allow-changes, or launch "
+            "with dashboard_changes",
         )
     if not secrets.compare_digest(request.headers.get(TOKEN, "").encode(), token.encode()):
         return _refusal(403, "the token is missing or wrong, and nothing was changed. The page's start showed it.")
@@ -186,6 +189,6 @@ class PageServer:
 
 
 if __name__ == "__main__":  # the process of `launch(dashboard=PORT)`: an address, and the descriptor of its socket
-    page = PageServer(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))
+    page = PageServer(sys.argv[1], socket.socket(fileno=int(sys.argv[2])), os.environ.get(TOKEN_VARIABLE))
     end_with_launcher(page.stop)
     page.run()

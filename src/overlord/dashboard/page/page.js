@@ -98,7 +98,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { in
 
 // Sources.
 const HEADS = [["name", "source"], ["format", "format"], ["planned_share", "planned"], ["realised_share", "realised"],
-  ["tokens_per_s", "tokens/s"], ["", ""], ["waited_share", "waited for"], ["samples", "samples"], ["epoch", "epoch"], ["workers", "workers"],
+  ["tokens_per_s", "tokens/s"], ["", ""], ["waited_share", "service waited"], ["samples", "samples"], ["epoch", "epoch"], ["workers", "workers"],
   ["buffer_bytes", "buffer"], ["bad", "bad"], ["skipped", "skipped"], ["state", "state"]];
 let sources = [], sortBy = "planned_share", downwards = true, chosen = null, sparks = {};
 for (const [key, title] of HEADS) {
@@ -134,7 +134,7 @@ function showDetail() {
   const one = sources.find(source => source.name === chosen), box = $("source-detail");
   box.hidden = !one;
   if (!one) return;
-  const facts = [["samples", count(one.samples)], ["tokens", count(one.tokens)], ["waited for it", `${one.waited_s} s`],
+  const facts = [["samples", count(one.samples)], ["tokens", count(one.tokens)], ["service waited", `${one.waited_s} s`],
     ["busy", `${one.busy_s} s, of it ${one.cpu_s} s of a processor`], ["wrong length", count(one.wrong_length)], ["decoded", one.decoded_in]];
   box.replaceChildren(element("h3", one.name), element("p", facts.map(([name, value]) => `${name}: ${value}`).join(" · ")),
     element("p", one.bad_rows.length ? `last bad samples: ${one.bad_rows.map(id => typeof id === "string" ? id : JSON.stringify(id)).join(", ")}` : "no bad samples"));

@@ -413,14 +413,14 @@ def simulate_mesh(
             if step:
                 counts.append(np.bincount(plan.draw.source, minlength=len(job.sources)).astype(np.float64))
                 tokens.append(plan.total_tokens)
-            progress(f"planning steps for {tree.world_size:,} GPUs", step, given.steps)
+            progress(f"planning steps for {tree}", step, given.steps)
         planner.close()
     drawn = np.array(counts)
     found: list[SimulatedStrategy] = []
     for strategy, one in zip(given.strategies, taken, strict=True):
         dealt_s = float(np.mean(taken[0].step_s))
         found.append(_fed(job, hosts, given, name_of(strategy), one, drawn, float(np.mean(tokens)), dealt_s))
-        progress(f"simulating the feed of {tree.world_size:,} GPUs", len(found), len(taken))
+        progress(f"simulating the feed of {tree}", len(found), len(taken))
     return SimulatedMesh(
         gpus=tree.world_size,
         hosts=hosts,

@@ -255,6 +255,7 @@ class PlannerHost(RoleHost):
             }
             for i, name in enumerate(names)
         }
+        written = [name for name in self._job.names if name in sources]  # those that came later follow
         newest_plan = max(planner.next_step - 1, planner.first_step)
         mesh, coming = planner.meshes.at(newest_plan), planner.meshes.after(newest_plan)
         return {
@@ -274,7 +275,7 @@ class PlannerHost(RoleHost):
             "clients": {str(rank): step for rank, step in sorted(positions.items())},
             "buffers": {"views_bytes": view_bytes, "read_bytes": sum(s["buffer_bytes"] for s in sources.values())},
             "mixture_level": mixture.level,
-            "sources": sources,
+            "sources": {name: sources[name] for name in dict.fromkeys((*written, *sources))},
         }
 
     def _traffic(self) -> dict[str, int]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import logging
 import os
+import secrets
 import socket
 import subprocess
 import threading
@@ -24,6 +26,12 @@ LOOPBACK = "127.0.0.1"
 LOOPBACKS = (LOOPBACK, "::1")
 MOST_PORT = 65535
 NEEDS = ("starlette", "uvicorn")
+TOKEN_VARIABLE = "OVERLORD_PAGE_TOKEN"
+"""Holds the token of a page that may change the service. Arguments could be read by every user of the host."""
+RESTARTS = 5
+"""How often a page that ends soon after its start is started again."""
+
+logger = logging.getLogger(__name__)
 
 
 class PageProcess:
@@ -31,42 +39,86 @@ class PageProcess:
 
     Args:
         port: Of this host; 0 takes any that is free.
+        changes: Whether the page may change the service, with a token that its address ends in.
 
     Raises:
         SpecError: Another process has the port, or the libraries of the page are not installed.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, *, changes: bool = False) -> None:
         for name in NEEDS:
             if importlib.util.find_spec(name) is None:
                 raise needs_library(name)
         self._socket = listening_socket(LOOPBACK, port)
-        self.url = url_of(self._socket)
+        self._token = secrets.token_urlsafe(24) if changes else None
+        self.url = url_of(self._socket) + ("" if self._token is None else f"#token={self._token}")
         """Where a browser finds the page."""
         self._end: Callable[[], object] = self._socket.close
 
     def start(self, address: str) -> None:
         """Show the service at an address."""
-        fd = self._socket.fileno()
-        command = ["-m", "overlord.dashboard.serving_page", address, str(fd)]
-        # A session of its own: the terminal's Ctrl-C must not reach it; the end of the pipe does.
-        process = start_python(command, {}, [fd], stdout=subprocess.DEVNULL, start_new_session=True)
-        self._socket.close()
-        self._end = weakref.finalize(self, _end, process)
+        self._end = weakref.finalize(self, _KeptProcess(self._socket, address, self._token).end)
 
     def close(self) -> None:
         """End the page."""
         self._end()
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdin is not None
-    process.stdin.close()
-    try:
-        process.wait(LIMITS.orphaned_role)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+class _KeptProcess:
+    """The process of a page. One that ends by itself is started again, on the same socket: browsers wait meanwhile."""
+
+    def __init__(self, listening: socket.socket, address: str, token: str | None) -> None:
+        self._socket, self._address, self._token = listening, address, token
+        self._lock = threading.Lock()
+        self._ended = False
+        self._process = self._start()
+        threading.Thread(target=self._keep, name="overlord-page", daemon=True).start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        fd = self._socket.fileno()
+        command = ["-m", "overlord.dashboard.serving_page", self._address, str(fd)]
+        token = {} if self._token is None else {TOKEN_VARIABLE: self._token}
+        self._began_s = time.monotonic()
+        # A session of its own: the terminal's Ctrl-C must not reach it; the end of the pipe does.
+        return start_python(command, token, [fd], stdout=subprocess.DEVNULL, start_new_session=True)
+
+    def _keep(self) -> None:
+        restarts, told = 0, False
+        while True:
+            code = self._process.wait()
+            with self._lock:
+                if self._ended:
+                    return
+                self._close_pipe()
+                steady = time.monotonic() - self._began_s > LIMITS.role_steady
+                restarts = 1 if steady else restarts + 1
+                url = url_of(self._socket)
+                if restarts > RESTARTS:
+                    self._socket.close()  # else browsers would wait for ever
+                    logger.error("the live page %s ended %d times in a row and is not served any more", url, restarts)
+                    return
+                if not told:
+                    told = True
+                    logger.warning(
+                        "the process of the live page %s ended (exit code %d); it is started again", url, code
+                    )
+                self._process = self._start()
+
+    def end(self) -> None:
+        """End the process, and start no other."""
+        with self._lock:
+            self._ended = True
+        self._socket.close()
+        self._close_pipe()
+        try:
+            self._process.wait(LIMITS.orphaned_role)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _close_pipe(self) -> None:
+        assert self._process.stdin is not None, "it was started with a pipe"
+        self._process.stdin.close()
 
 
 def end_with_launcher(stop: Callable[[], None]) -> None:

@@ -119,8 +119,8 @@ def read_address(address: str) -> str:
     Raises:
         SpecError: for what is neither.
     """
-    if isinstance(address, str) and not address.startswith("unix://") and Path(address).is_file():
-        address = Path(address).read_text(encoding="utf-8", errors="replace").strip()
+    if isinstance(address, str) and not address.startswith("unix://"):
+        address = _held_by(address)
     if not isinstance(address, str) or not address.startswith("unix://") or address == "unix://":
         raise SpecError(
             f"address: {address!r:.200} is not one, and no file of that name holds one; no service can be reached. Use "
@@ -128,6 +128,31 @@ def read_address(address: str) -> str:
             "--address-file, which goes when the service ends."
         )
     return address
+
+
+def _held_by(file: str) -> str:
+    """Return the address that a file holds; a name that no file has stays as it is."""
+    path = Path(file)
+    try:
+        if not path.is_file():
+            return file
+        held = path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError as error:
+        raise SpecError(
+            f"{file}: no address can be read from there ({error.strerror}); no service can be reached. Give the "
+            "address that `overlord serve` shows."
+        ) from error
+    if held.startswith("unix://"):
+        return held
+    if path.suffix in (".yaml", ".yml", ".json", ".py"):
+        raise SpecError(
+            f"{file} is a job file, not an address; no service can be reached. Start one with `overlord serve {file} "
+            "--address-file F`, and give F or the address that it shows."
+        )
+    raise SpecError(
+        f"{file} holds no address; no service can be reached. Give the file that `overlord serve --address-file F` "
+        "writes, or the address that it shows."
+    )
 
 
 def socket_path(address: str) -> Path:
