@@ -244,7 +244,7 @@ def _patchify(
     # Colours are taken apart for whole lines, which compiles to interleaved vector loads; the lines of patches are then
     # copied eight bytes at a time, the last ones overlapping those before them.
     width = planes.shape[2]
-    at = np.uintp(0)
+    at = 0
     for top in range(0, len(pixels), patch * merge):
         for y in range(patch * merge):
             line, red, green, blue = pixels[top + y], planes[y, 0], planes[y, 1], planes[y, 2]
@@ -257,13 +257,14 @@ def _patchify(
                 first = part // merge * patch * 3 * width + left + part % merge * patch
                 for colour in range(3):
                     for _ in range(temporal):
-                        p = np.uintp(first + colour * width)
-                        for _ in range(patch):
-                            for i in range(0, patch - _WORD, _WORD):
-                                out_words[at + np.uintp(i)] = plane_words[p + np.uintp(i)]
-                            out_words[at + np.uintp(patch - _WORD)] = plane_words[p + np.uintp(patch - _WORD)]
-                            at += np.uintp(patch)
-                            p += np.uintp(3 * width)
+                        for word in range(-(-patch // _WORD)):
+                            inside = min(word * _WORD, patch - _WORD)
+                            p, q = np.uintp(first + colour * width + inside), np.uintp(at + inside)
+                            for _ in range(patch):
+                                out_words[q] = plane_words[p]
+                                p += np.uintp(3 * width)
+                                q += np.uintp(patch)
+                        at += patch * patch
 
 
 def warm_images() -> None:
