@@ -78,6 +78,8 @@ _TURNS = {
 }
 """The transpose that turns an image upright, by EXIF orientation."""
 _SWAPS = (5, 6, 7, 8)
+_WORD = 8
+"""Bytes of a line of a patch that are copied at a time."""
 _PNG_TEXT = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 """Chunks of a PNG that may hold an orientation."""
 
@@ -225,16 +227,13 @@ def patchify_into(image: UInt8s, patch: int, merge: int, out: UInt8s, *, tempora
     if height % side or width % side or out.size != 3 * height * width * temporal or not out.flags.c_contiguous:
         raise ValueError(f"{height} x {width} pixels in patches of {patch} x {merge} do not fill {out.size} bytes")
     if patch < _WORD:
-        # Channel, y and x of a patch last, and the patches that merge before their merged ones.
-        cells = image.reshape(height // side, merge, patch, width // side, merge, patch, 3).transpose(0, 3, 1, 4, 6, 2, 5)
-        out.reshape(-1, 3, temporal, patch, patch)[:] = cells.reshape(-1, 3, 1, patch, patch)
+        cells = image.reshape(height // side, merge, patch, width // side, merge, patch, 3)
+        rows = cells.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, 1, patch, patch)
+        out.reshape(-1, 3, temporal, patch, patch)[:] = rows
         return
     pixels = np.ascontiguousarray(image).reshape(height, -1)
     planes = np.empty((patch * merge, 3, width), np.uint8)
     _patchify(pixels, patch, merge, temporal, planes, words(planes, np.uint64), words(out, np.uint64))
-
-
-_WORD = 8
 
 
 @kernel

@@ -59,8 +59,8 @@ def _rows_first(height: int, width: int, new_height: int, new_width: int) -> boo
 def _along_rows(image: UInt8s, width: int, support: float) -> UInt8s:
     """Change the width: some rows are turned into columns, lines of these are joined, and the result turned back.
 
-    A pixel beside another is three bytes away, and each is made of pixels at a place of its own: compilers make no
-    vectors of such sums. Lines of turned pixels are joined like rows, at twice the speed with both turns.
+    Every pixel of a row is made of pixels at a place of its own, three bytes apart, and a compiler makes no vectors of
+    such sums. Turned pixels are joined line by line, as rows are: with both turns that takes less than half the time.
     """
     rows, columns = image.shape[:2]
     if columns == width:
@@ -102,7 +102,7 @@ def _weights(size: int, new_size: int, support: float) -> Any:
     scale = size / new_size
     stretch = max(scale, 1.0)
     reach = support * stretch
-    most = int(np.ceil(reach)) * 2 + 2  # an even number: weights are used in pairs, the last may be zero
+    most = int(np.ceil(reach)) * 2 + 1
     first, count = np.empty(new_size, np.int64), np.empty(new_size, np.int64)
     weights = np.zeros((new_size, most), np.int32)
     exact = np.empty(most, np.float64)
@@ -136,7 +136,7 @@ def _join_columns(
     image: Any, turned: Any, done: Any, out: Any, rows: int, lines: UInt8s, first: Any, count: Any, weights: Any,
     joined: UInt8s,
 ) -> None:  # fmt: skip
-    """Change the width; all but the numbers of rows are pairs of bytes and words, `lines` and `joined` their rows."""
+    """Change the width. Arrays come as pairs of bytes and words; `lines` and `joined` are the lines of turned and done."""
     columns, width, pitch = len(lines), len(joined), lines.shape[1]
     for top in range(0, rows, pitch // 3):
         some = min(pitch // 3, rows - top)
@@ -165,14 +165,19 @@ def _turn(source: Any, begin: int, pitch: int, rows: int, columns: int, to: Any,
 
 @kernel
 def _join_rows(lines: UInt8s, first: Any, count: Any, weights: Any, out: UInt8s) -> None:
-    # Two lines at a time: half the loads and stores of the sums. A line after the last one has a weight of zero.
-    sums, last = np.empty(lines.shape[1], np.int32), len(lines) - 1
+    # Two lines at a time: half the loads and stores of the sums.
+    sums = np.empty(lines.shape[1], np.int32)
     for row in range(len(out)):
-        sums[:] = np.int32(_HALF)
-        for i in range(0, count[row], 2):
-            one, other = lines[first[row] + i], lines[min(first[row] + i + 1, last)]
-            weight, another = weights[row, i], weights[row, i + 1]
+        begin, odd = first[row], count[row] % 2
+        if odd:
+            line, weight = lines[begin], weights[row, 0]
             for x in range(len(sums)):
-                sums[x] += np.int32(one[x]) * weight + np.int32(other[x]) * another
+                sums[x] = np.int32(_HALF) + np.int32(line[x]) * weight
+        else:
+            sums[:] = np.int32(_HALF)
+        for i in range(odd, count[row], 2):
+            line, weight, other, another = lines[begin + i], weights[row, i], lines[begin + i + 1], weights[row, i + 1]
+            for x in range(len(sums)):
+                sums[x] += np.int32(line[x]) * weight + np.int32(other[x]) * another
         for x in range(len(sums)):
             out[row, x] = _rounded(sums[x])
