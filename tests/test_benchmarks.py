@@ -7,8 +7,11 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+import simplejpeg
 from benchmarks.__main__ import BENCHMARKS, HERE
 
 NAMES = [one.name for one in BENCHMARKS]
@@ -37,3 +40,17 @@ def test_open_pages_are_measured():
     command = [sys.executable, "-m", "benchmarks.pages", "--pages", "5", "--rounds", "1", "--seconds", "3", "--json"]
     told = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1])
     assert told["ratio"] > 0 and min(told["steps"]) >= 2 and told["pages_kb_per_s"] > 0
+
+
+@pytest.mark.slow
+def test_the_loop_with_the_fastest_decoder_is_compared_by_pictures_a_second(tmp_path: Path):
+    """A short run over small pictures: both sides do far more than a few of them, and less than any machine can."""
+    noise = np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8)
+    (tmp_path / "0.jpg").write_bytes(simplejpeg.encode_jpeg(noise, quality=90))
+    command = [sys.executable, "-m", "benchmarks.fastest", "--pictures", tmp_path, "--rounds", "1", "--seconds", "1"]
+    printed = subprocess.run([*command, "--json"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    told = json.loads(printed.splitlines()[-1])
+    assert all(
+        told[f"{name}_rounds"] == [told[f"{name}_samples_per_s"]] for name in ("overlord", "jpeg_scaling", "loop")
+    )
+    assert told["ratio"] == pytest.approx(told["overlord_samples_per_s"] / told["loop_samples_per_s"], rel=0.01)

@@ -231,15 +231,16 @@ def test_wrong_fields_are_explained(fields: dict[str, Any], parts: list[str]) ->
 
 
 @pytest.mark.parametrize("temporal", [1, 2, 3])
-def test_a_patch_row_is_channel_frame_y_x(temporal: int) -> None:
-    image = np.arange(8 * 12 * 3, dtype=np.uint8).reshape(8, 12, 3)
-    out = np.empty((24, 3 * temporal * 4), np.uint8)
-    patchify_into(image, 2, 2, out, temporal=temporal)
-    rows = out.reshape(24, 3, temporal, 2, 2)
+@pytest.mark.parametrize("side", [2, 7, 8, 9, 14, 16, 28])  # from 8 pixels on, lines are copied as words
+def test_a_patch_row_is_channel_frame_y_x(side: int, temporal: int) -> None:
+    image = np.random.default_rng(0).integers(0, 256, (4 * side, 6 * side, 3), dtype=np.uint8)
+    out = np.empty((24, 3 * temporal * side**2), np.uint8)
+    patchify_into(image, side, 2, out, temporal=temporal)
+    rows = out.reshape(24, 3, temporal, side, side)
     order = [(r + dr, c + dc) for r in (0, 2) for c in (0, 2, 4) for dr in (0, 1) for dc in (0, 1)]
     for row, (y, x) in zip(rows, order, strict=True):
         for frame in range(temporal):
-            patch = image[2 * y : 2 * y + 2, 2 * x : 2 * x + 2]
+            patch = image[side * y : side * (y + 1), side * x : side * (x + 1)]
             np.testing.assert_array_equal(row[:, frame], patch.transpose(2, 0, 1))
 
 
