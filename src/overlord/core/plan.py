@@ -327,7 +327,7 @@ class LoadingPlan:
         if self.ends is None:
             raise ValueError("the planner has not set where this plan leaves its sources")
         end = Cursor(*(int(n) for n in self.ends[source]))
-        return LoaderOrder(self.step, source, take_meta(self.draw.meta, self.draw.samples_of(source)), end)
+        return LoaderOrder(self.step, source, self.draw.meta_of(source), end)
 
     @cached_property
     def digest(self) -> str:
@@ -743,8 +743,8 @@ class Routing:
     @cached_property
     def _arrivals(self) -> tuple[Int64s, Int64s]:
         """Routes sorted by receiver, then sender (as all-to-all delivers), and where each receiver begins."""
-        order = np.argsort(self.receiver, kind="stable")
-        return order, np.searchsorted(self.receiver[order], np.arange(self.world_size + 1)).astype(np.int64)
+        order = order_in_bins(self.receiver)
+        return order, offsets_of(np.bincount(self.receiver, minlength=self.world_size))
 
     def vit_cu_seqlens(self, rank: int) -> Int64s:
         """Return where the images of a rank begin in its sequence of patches (a clip counts as one).
@@ -830,18 +830,21 @@ class PlanSlice:
         fetched = (tree.fetched_buckets(plan.axis, rank, plan.broadcast) for rank in mine)
         buckets = sorted({*itertools.chain(*fetched), *(tree.bucket_of(plan.axis, rank) for rank in mine)})
         pieces = np.concatenate([_NO_PIECES, *(plan.bucket_pieces(bucket) for bucket in buckets)])
-        samples = [plan.pieces.sample[pieces]]
+        samples = np.zeros(len(plan.draw), np.bool_)
+        samples[plan.pieces.sample[pieces]] = True
         encoded: dict[str, Int64s] = {}
         routes: dict[str, Int64s] = {}
         for name, (encoder, routing) in plan.encoders.items():
             encoded[name] = np.concatenate([_NO_PIECES, *(encoder.bucket_pieces(rank) for rank in mine)])
-            samples.append(encoder.pieces.sample[encoded[name]])
+            samples[encoder.pieces.sample[encoded[name]]] = True
             if routing is not None:
-                wanted = np.zeros(routing.world_size, np.bool_)
-                wanted[mine] = True
-                wanted[routing.heads[buckets]] = True
-                routes[name] = np.flatnonzero(wanted[routing.sender] | wanted[routing.receiver])
-        return cls(np.unique(np.concatenate(samples)).astype(np.int64), pieces, encoded, routes, tuple(mine))
+                # Profiled: a pass over all routes (millions) for each host was most of a cut; these are indexed once.
+                ends = sorted({*mine, *routing.heads[buckets].ravel().tolist()})
+                sent = (np.r_[routing.sent_by(rank)] for rank in ends)
+                got = (routing.received_by(rank) for rank in ends)
+                found = np.sort(np.concatenate([_NO_PIECES, *sent, *got]), kind="stable")  # of sorted runs
+                routes[name] = found[np.diff(found, prepend=-1) > 0]
+        return cls(np.flatnonzero(samples), pieces, encoded, routes, tuple(mine))
 
     @classmethod
     def for_sources(cls, plan: LoadingPlan, sources: Collection[int]) -> PlanSlice:
