@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
-from overlord.core.ragged import Ragged
+from overlord.core.ragged import Ragged, copied_run, take_rows
 
 
 def test_neighbours_are_joined_without_a_copy_and_others_are_copied():
@@ -21,3 +23,15 @@ def test_neighbours_are_joined_without_a_copy_and_others_are_copied():
     sealed.flags.writeable = False
     copied = Ragged.concat([Ragged(sealed, whole.offsets)])
     assert not np.shares_memory(copied.values, whole.values), "what others may not change is not handed on writeable"
+
+
+@given(st.lists(st.binary(max_size=6), min_size=1, max_size=9), st.data())
+def test_a_copied_run_is_what_single_rows_are(rows: list[bytes], data: st.DataObject):
+    start = data.draw(st.integers(0, len(rows)))
+    stop = data.draw(st.integers(start, len(rows)))
+    batch = {"w": Ragged.from_rows(rows), "n": np.arange(len(rows))}
+    found, expected = copied_run(batch, start, stop), take_rows(batch, np.arange(start, stop))
+    assert found["w"].values.tobytes() == expected["w"].values.tobytes()
+    assert found["w"].offsets.tolist() == expected["w"].offsets.tolist()
+    assert found["n"].tolist() == expected["n"].tolist()
+    assert not np.shares_memory(found["n"], batch["n"]) and not np.shares_memory(found["w"].values, batch["w"].values)

@@ -19,7 +19,7 @@ from overlord.core.samples import Cursor, Part
 from overlord.errors import OverlordError
 from overlord.roles.poisoned_rows import PoisonedRows
 from overlord.runtimes.hosts.loader_fleet import LoaderFleet, make_fleet
-from overlord.runtimes.hosts.prefetch import Executors, SourceWorkers, ThreadPriorityExecutor
+from overlord.runtimes.hosts.prefetch import Executors, SourceWorkers, ThreadPriorityExecutor, ThreadWorkers
 from overlord.runtimes.hosts.step_server import Checked, StepServer
 from overlord.runtimes.launching.deployment import open_files, prepare
 from overlord.runtimes.launching.service_options import ServiceOptions
@@ -319,3 +319,38 @@ def test_nothing_is_planned_behind_the_first_step_while_a_client_waits_for_it(kn
     assert planned({0: {0}, 1: {0}, 2: {0}}) == [0, 1, 2]
     getattr(server._cache, known).clear()
     assert planned({3: {0}, 4: {0}}) == [3, 4]
+
+
+def test_calls_that_wait_run_at_once_and_those_that_do_not_stay_with_the_caller():
+    workers, slow, threads = ThreadWorkers(4, "overlord-test"), Slow(0.02), set()
+
+    def quick(item: int) -> int:
+        threads.add(threading.get_ident())
+        return item * item
+
+    try:
+        assert workers.map(quick, range(100)) == [item * item for item in range(100)]
+        assert threading.get_ident() in threads
+        assert workers.map(slow, [{"ids": [item]} for item in range(12)]) == [{"tokens": [item]} for item in range(12)]
+        assert slow.most == 4, "the caller and three helpers"
+        assert workers.map(quick, []) == []
+    finally:
+        workers.close()
+
+
+def test_the_first_of_several_errors_is_raised_and_no_further_call_is_begun():
+    workers, begun = ThreadWorkers(4, "overlord-test"), []
+
+    def fail(item: int) -> int:
+        begun.append(item)
+        time.sleep(0.01)
+        if item >= 1:
+            raise OverlordError(str(item))
+        return item
+
+    try:
+        with pytest.raises(OverlordError, match=r"^1$"):
+            workers.map(fail, range(1000))
+        assert len(begun) < 12
+    finally:
+        workers.close()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 
 from overlord.core.ragged import RowBatch
 from overlord.runtimes.supervision.process_workers import ProcessWorkers
-from overlord.runtimes.supervision.work_clock import Spent, WorkClock, note_help
+from overlord.runtimes.supervision.work_clock import Spent, WorkClock, _helped, note_help
 
 
 @contextlib.contextmanager
@@ -70,3 +72,27 @@ def test_help_is_counted_by_thread_and_only_within():
     note_help(0.0, Spent(2.0, 1.0))
     spent = clock.spent()
     assert spent.cpu_s == pytest.approx(2.0, abs=0.01) and spent.waited_s == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_forked_process_counts_its_own_waiting_for_a_core():
+    WorkClock().spent()  # the thread's file is open
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            WorkClock().spent()
+            os.write(write, str(os.readlink(f"/proc/self/fd/{_helped.schedstat.fd}")).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 200).decode().startswith(f"/proc/{child}/task/{child}/")
+    os.close(read)
+    os.close(write)
+
+
+def test_the_file_of_a_thread_closes_with_it():
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(8):
+        thread = threading.Thread(target=lambda: WorkClock().spent())
+        thread.start()
+        thread.join()
+    assert len(os.listdir("/proc/self/fd")) <= before + 1

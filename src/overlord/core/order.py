@@ -79,14 +79,17 @@ class FileBlocks:
         return self.divisible and shuffle_bytes > 0 and bool(((self.bytes > shuffle_bytes) & (self.rows > 1)).any())
 
 
-def rows_per_read(row_bytes: float) -> int:
-    """Return how many rows a stream holds at a time: about 64 KiB, at least one row."""
-    return max(1, min(256, int((64 << 10) / max(row_bytes, 1.0))))
+def rows_per_read(row_bytes: float, streams: int = 4) -> int:
+    """Return how many rows a stream holds at a time: about 64 KiB, at least one row; more where few are open at once.
+
+    Every read is a question to a reader process: with one stream of four times as much there are a quarter of them.
+    """
+    return max(1, min(256, int(max(64 << 10, (256 << 10) / streams) / max(row_bytes, 1.0))))
 
 
-def stream_bytes(row_bytes: float) -> int:
-    """Estimate the bytes that one open stream holds: its rows, once as read and once as decoded."""
-    return int(2 * rows_per_read(row_bytes) * row_bytes) + (64 << 10)
+def stream_bytes(row_bytes: float, streams: int = 4) -> int:
+    """Estimate the bytes that each of some open streams holds: its rows, once as read and once as decoded."""
+    return int(2 * rows_per_read(row_bytes, streams) * row_bytes) + (64 << 10)
 
 
 @dataclass(frozen=True, slots=True)

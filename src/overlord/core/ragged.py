@@ -395,6 +395,21 @@ def slice_rows(batch: RowBatch, start: int, stop: int) -> RowBatch:
     return {k: v[start:stop] if isinstance(v, np.ndarray) else v.slice(start, stop) for k, v in batch.items()}
 
 
+def copied_run(batch: RowBatch, start: int, stop: int) -> RowBatch:
+    """Return rows start..stop of every column, in memory of their own.
+
+    Example:
+        >>> bytes(copied_run({"w": Ragged.from_rows([b"ab", b"c", b"de"])}, 1, 3)["w"].values)
+        b'cde'
+    """
+
+    def copied(column: Ragged) -> Ragged:
+        offsets = column.offsets[start : stop + 1]
+        return Ragged(column.values[offsets[0] : offsets[-1]].copy(), offsets - offsets[0])
+
+    return {k: copied(v) if isinstance(v, Ragged) else v[start:stop].copy() for k, v in batch.items()}
+
+
 def blank_rows(batch: RowBatch, which: npt.NDArray[np.bool_]) -> RowBatch:
     """Return rows without the content of some of them: their ragged values are empty.
 

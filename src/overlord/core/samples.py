@@ -5,6 +5,7 @@ Metadata is one structured array per source or step, never an object per sample.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from typing import Any, NamedTuple
 
@@ -113,13 +114,14 @@ def dtype_to_text(dtype: np.dtype[Any]) -> str:
     Raises:
         TypeError: for Python objects, and for records other than META.
     """
+    if dtype.names is None and not dtype.hasobject:
+        return dtype.str
     if dtype == META:
         return "META"
-    if dtype.hasobject or dtype.names is not None:
-        raise TypeError(f"an array of dtype {dtype} cannot be written as raw bytes")
-    return dtype.str
+    raise TypeError(f"an array of dtype {dtype} cannot be written as raw bytes")
 
 
+@functools.lru_cache(maxsize=256)
 def dtype_from_text(text: str) -> np.dtype[Any]:
     """Read a dtype that `dtype_to_text` wrote."""
     return META if text == "META" else np.dtype(text)

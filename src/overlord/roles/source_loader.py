@@ -29,7 +29,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,6 +44,7 @@ from overlord.core.ragged import (
     RowBatch,
     blank_rows,
     concat_rows,
+    copied_run,
     expand_ranges,
     gather_rows,
     num_bytes,
@@ -135,7 +136,10 @@ class ReadBuffer:
 
     def covering(self, cursor: Cursor) -> Chunk | None:
         """Return the chunk that holds the row at a cursor."""
-        return next((chunk for chunk in self._chunks.get(cursor[:2], ()) if chunk.has(cursor)), None)
+        for chunk in self._chunks.get(cursor[:2], ()):
+            if chunk.offset <= cursor.offset < chunk.stop:
+                return chunk
+        return None
 
     def bytes_from(self, cursor: Cursor) -> int:
         """Return the bytes of chunks that reach beyond a cursor."""
@@ -168,7 +172,7 @@ class ReadBuffer:
 
     def _remember(self, chunk: Chunk) -> None:
         items = {name: chunk.kept[name] for name in ITEM_COLUMNS if name in chunk.kept}
-        self._known.append(replace(chunk, kept=items))
+        self._known.append(Chunk(chunk.epoch, chunk.group, chunk.offset, chunk.meta, items, chunk.margin))
         self._known_bytes += self._known[-1].nbytes
         while self._known_bytes > KNOWN_BYTES:
             self._known_bytes -= self._known.popleft().nbytes
@@ -176,6 +180,9 @@ class ReadBuffer:
 
 def gather(picks: list[tuple[Chunk, npt.NDArray[np.int64]]]) -> RowBatch:
     """Return the kept columns of picked rows (chunk, rows in the chunk), concatenated."""
+    chunk, rows = picks[0]
+    if len(picks) == 1 and (rows[1:] - rows[:-1] == 1).all():  # most often: a step takes the next few rows of a chunk
+        return copied_run(chunk.kept, int(rows[0]), int(rows[-1]) + 1)
     bounds = offsets_of([len(rows) for _, rows in picks])
     places = [np.arange(begin, end) for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
     return gather_rows(
@@ -294,7 +301,7 @@ class GroupReader:
 
     def _open(self, slot: int, skip: int) -> _BlockStream:
         file, block = int(self.group.files[slot]), int(self.group.blocks[slot])
-        size = 256 if self.group.whole else rows_per_read(self.group.row_bytes)
+        size = 256 if self.group.whole else rows_per_read(self.group.row_bytes, len(self.group.files))
         first = int(self.group.first[slot])
         stop = first + int(self.group.rows[slot]) if self.group.is_part[slot] else None
         return _BlockStream(self._files.stream(file, block, skip=first + skip, stop=stop, batch_rows=size), file, block)
@@ -498,6 +505,8 @@ class SourceLoader:
         self.open_groups = 1
         """Groups that may be open at once: one, unless several workers read ahead."""
         self._resting: Cursor | None = None
+        self._woken: tuple[tuple[int, int], Group] | None = None
+        """The group of the last request: the next one is mostly for rows of the same."""
         self._popped = Cursor(-1, -1, -1)
         self.seen = 0
         """Samples measured so far, also by loaders before this one."""
@@ -563,16 +572,19 @@ class SourceLoader:
             if not left or stop < group.num_rows or ended or one_group:
                 break
             group = self.group(cursor)
-        meta = np.concatenate([part for part, _ in parts])
+        meta = parts[0][0].copy() if len(parts) == 1 else np.concatenate([part for part, _ in parts])
         if ended:
             meta["flags"][-1] |= ENDS_EPOCH
         return MetaDelta(self._number, meta, cursor, listed_items(meta, parts))
 
     def wake(self, cursor: Cursor) -> tuple[Cursor, Group]:
         """Leave the idle state; return the cursor with its group resolved, and the group."""
-        self._resting = None
+        self._resting, woken = None, self._woken
+        if woken is not None and woken[0] == cursor[:2] and cursor.offset < woken[1].num_rows:
+            return cursor, woken[1]
         cursor = self._resolve(cursor)
-        return cursor, self.group(cursor)
+        self._woken = cursor[:2], self.group(cursor)
+        return cursor, self._woken[1]
 
     def group(self, cursor: Cursor) -> Group:
         """Return the group of a cursor."""
@@ -672,7 +684,7 @@ class SourceLoader:
     def rest(self, cursor: Cursor) -> None:
         """Release readers, indices, and all rows that no planned step needs: nothing is drawn from the cursor on."""
         self._readers.clear()
-        self._resting = cursor
+        self._resting, self._woken = cursor, None
         self._drop_if_resting()
         self._order.forget()
         self._files.forget()
@@ -732,15 +744,14 @@ class SourceLoader:
         buffered), and picks the rows of the run that this chunk holds.
         """
         picks: list[tuple[Chunk, npt.NDArray[np.int64]]] = []
-        at = 0
+        epochs, groups, at = meta["epoch"], meta["group"], 0
         while at < len(meta):
-            first = meta[at]
-            cursor = Cursor(int(first["epoch"]), int(first["group"]), int(first["offset"]))
-            same = (meta["epoch"][at:] == cursor.epoch) & (meta["group"][at:] == cursor.group)
-            run = int(np.argmin(same)) if not same.all() else len(same)
-            offsets = meta["offset"][at : at + run]
+            offsets = meta["offset"][at:]
+            cursor = Cursor(int(epochs[at]), int(groups[at]), int(offsets[0]))
+            if (epochs[-1], groups[-1]) != cursor[:2]:
+                offsets = offsets[: np.argmin((epochs[at:] == cursor.epoch) & (groups[at:] == cursor.group))]
             chunk = self._chunk_at(cursor, int(offsets[-1]) + 1)
-            inside = int(np.searchsorted(offsets, chunk.stop))
+            inside = len(offsets) if offsets[-1] < chunk.stop else int(np.searchsorted(offsets, chunk.stop))
             picks.append((chunk, offsets[:inside] - chunk.offset))
             at += inside
         return picks

@@ -708,7 +708,8 @@ def _measure(
 
 def _fetched(group: Group) -> int:
     """Return the rows that the first read of a group fetches."""
-    return group.num_rows if group.whole else min(group.num_rows, len(group.rows) * rows_per_read(group.row_bytes))
+    streams = len(group.rows)
+    return group.num_rows if group.whole else min(group.num_rows, streams * rows_per_read(group.row_bytes, streams))
 
 
 def _file_bytes(files: SourceFiles, order: SourceOrder) -> int:
@@ -736,6 +737,7 @@ def _buffer_bytes(groups: Sequence[Group], row_bytes: float, timing: TimedSource
     own tracing does not see Arrow. A worker stops at `WORKER_BYTES` of rows kept ahead of the plan.
     """
     largest = max(groups, key=lambda group: group.num_rows)
-    held = largest.num_rows * row_bytes if largest.whole else len(largest.rows) * stream_bytes(largest.row_bytes)
+    streams = len(largest.rows)
+    held = largest.num_rows * row_bytes if largest.whole else streams * stream_bytes(largest.row_bytes, streams)
     kept = min(largest.num_rows * timing.buffer_row_bytes, max(WORKER_BYTES, timing.buffer_row_bytes))
     return int(max(held, timing.pool_bytes) + kept)

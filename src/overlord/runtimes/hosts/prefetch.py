@@ -9,6 +9,7 @@ Executors           all executors of one host
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import itertools
 import logging
@@ -148,31 +149,54 @@ class SourceWorkers:
     def map(self, function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
         """Apply the function to every item; the caller is one of the workers."""
         given = list(items)
-        done: dict[int, T] = {}
-        left, lock = iter(range(len(given))), threading.Lock()
 
-        def work() -> None:
-            while True:
-                with lock:
-                    at = next(left, None)
-                if at is None:
-                    return
-                done[at] = function(given[at])
-
-        def help_out() -> None:
+        def help_out(work: Callable[[], None]) -> None:
             clock = WorkClock()
             work()
             with self._lock:
                 self.spent = self.spent.plus(clock.spent())
 
-        helpers = [self._executor.submit(help_out) for _ in range(min(self.count, len(given)) - 1)]
-        work()
-        began = time.perf_counter()
-        for helper in helpers:
-            if helper is not None and not helper.cancel():
-                helper.result()
-        note_help(time.perf_counter() - began, Spent())  # what the helpers spend is counted by themselves
-        return [done[at] for at in range(len(given))]
+        return _side_by_side(
+            function, given, lambda work: self._executor.submit(lambda: help_out(work)), min(self.count, len(given)) - 1
+        )
+
+
+def _side_by_side(
+    function: Callable[[Any], T],
+    items: Sequence[Any],
+    submit: Callable[[Callable[[], None]], Future[None] | None],
+    helpers: int,
+) -> list[T]:
+    """Apply a function to every item; results in order. The caller works too, with at most so many helpers.
+
+    A helper is submitted by the first item of the caller, the next by that of the helper, and so on. Where items take
+    no time, as with hundreds of sources that have read ahead, the caller has done all of them before the first helper
+    has the interpreter lock: a future and a change of threads for each would cost more than the items. Where they wait,
+    the next helper is there at once.
+    """
+    count, done, failed = len(items), dict[int, T](), dict[int, BaseException]()
+    left, started = iter(range(count)), list[Future[None] | None]()  # both are used by one thread at a time: the lock
+
+    def work(helpers: int) -> None:
+        while not failed and (at := next(left, None)) is not None:
+            if helpers > 0 and at + 1 < count:
+                started.append(submit(functools.partial(work, helpers - 1)))
+                helpers = 0
+            try:
+                done[at] = function(items[at])
+            except BaseException as error:
+                failed[at] = error
+
+    work(helpers)
+    began = time.perf_counter()
+    while started and not (failed and all(at in done for at in range(min(failed)))):  # of several errors, the first
+        helper = started.pop(0)
+        if helper is not None and not helper.cancel():
+            helper.result()
+    note_help(time.perf_counter() - began, Spent())  # what the helpers spend is counted by themselves
+    if failed:
+        raise failed.pop(min(failed))
+    return [done[at] for at in range(count)]
 
 
 class SerialWorkers:
@@ -187,15 +211,16 @@ class SerialWorkers:
 
 
 class ThreadWorkers:
-    """Decodes on a few threads; decoders and tokenizers release the interpreter while they work."""
+    """A few threads, one of them the caller's: for calls that wait, or release the interpreter while they work."""
 
     def __init__(self, threads: int, name: str) -> None:
+        self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     def map(self, function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
-        """Apply the function to every item; results in order. A single one is the caller's."""
+        """Apply the function to every item; results in order."""
         given = list(items)
-        return [function(given[0])] if len(given) == 1 else list(self._pool.map(function, given))
+        return _side_by_side(function, given, self._pool.submit, min(self._threads, len(given)) - 1)
 
     def close(self) -> None:
         """Wait for running work and end the threads."""
@@ -203,7 +228,7 @@ class ThreadWorkers:
 
 
 class CountedWorkers(ThreadWorkers):
-    """Such threads, whose time on a processor is spent for the caller; what they run waits for no storage."""
+    """Threads for decoding, whose time on a processor is spent for the caller; they wait for no storage."""
 
     def map(self, function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
         """Apply the function to every item; results in order."""
@@ -212,8 +237,8 @@ class CountedWorkers(ThreadWorkers):
             began = time.thread_time()
             return function(item), time.thread_time() - began
 
-        began = time.perf_counter()
-        done = super().map(counted, items)
+        given, began = list(items), time.perf_counter()
+        done = [counted(given[0])] if len(given) == 1 else list(self._pool.map(counted, given))
         note_help(time.perf_counter() - began, Spent(sum(cpu_s for _, cpu_s in done)))
         return [result for result, _ in done]
 
@@ -422,6 +447,7 @@ class PrefetchPool:
             self._pace.asked(request.count, began)
         # Rows before `at` are there; `left` are missing, unless the epoch ends before.
         at, left = request.cursor, request.count
+        moved: Cursor | None = None
         try:
             while True:
                 with self._changed:
@@ -432,7 +458,9 @@ class PrefetchPool:
                     at, left, group = self._there(at, left)
                     if not left:
                         return self._asked(request)
-                    self._move_to(at)
+                    if at != moved:
+                        self._move_to(at)
+                        moved = at
                     if self._comes(at[:2], at.offset):
                         if self._calling and self._called is not None:
                             self._executor.hurry(self._called)  # before workers of sources that no request waits for
@@ -575,8 +603,7 @@ class PrefetchPool:
             with self._changed:
                 unread = False
                 self._reading.difference_update(task.key for task in tasks)
-                self._kick()
-                self._changed.notify_all()
+                self._kick()  # requests are not told: they wait until rows are measured
             measured = self.loader.measure(stretches)
             with self._changed:
                 self.prepared += sum(len(stretch.numbers) for stretch in stretches)

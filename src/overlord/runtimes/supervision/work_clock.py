@@ -38,11 +38,24 @@ class Spent(NamedTuple):
         return Spent(factor * self.cpu_s, factor * self.waited_s)
 
 
+class _Schedstat:
+    """A thread's file of how long it was ready and had no core; open, since opening it takes most of the time."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self.fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            os.close(self.fd)
+
+
 class _Helped(threading.local):
     """What this thread has waited for other processes so far, and what they have spent for it meanwhile."""
 
     wall_s = 0.0
     spent = Spent()
+    schedstat: _Schedstat | None = None
 
 
 _helped = _Helped()
@@ -67,18 +80,29 @@ class WorkClock:
 
     def __init__(self) -> None:
         self._before = _helped.wall_s, _helped.spent
-        self._queued, self._cpu, self._wall = queued_s(), time.thread_time(), time.perf_counter()
+        self._queued, self._cpu, self._wall = _own_queued_s(), time.thread_time(), time.perf_counter()
 
     def spent(self) -> Spent:
         """Return what was spent."""
         wall, cpu = time.perf_counter() - self._wall, time.thread_time() - self._cpu
         helped_s, (cpu_before, waited_before) = _helped.wall_s - self._before[0], self._before[1]
-        waited = max(wall - helped_s - cpu - (queued_s() - self._queued), 0.0)
+        waited = max(wall - helped_s - cpu - (_own_queued_s() - self._queued), 0.0)
         return Spent(cpu + _helped.spent.cpu_s - cpu_before, waited + _helped.spent.waited_s - waited_before)
 
 
-def queued_s(thread: str = "thread-self") -> float:
-    """Return how long a thread was ready and had no core so far: this one, or that of a path under /proc."""
+def _own_queued_s() -> float:
+    """Return how long this thread was ready and had no core so far."""
+    file = _helped.schedstat
+    try:
+        if file is None or file.process != os.getpid():  # that of a thread which was forked belongs to its parent
+            file = _helped.schedstat = _Schedstat()
+        return 1e-9 * int(os.pread(file.fd, 64, 0).split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0.0  # no such file on this system
+
+
+def queued_s(thread: str) -> float:
+    """Return how long the thread of a path under /proc was ready and had no core so far."""
     try:
         file = os.open(f"/proc/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)  # a third of the time of `open`
         try:

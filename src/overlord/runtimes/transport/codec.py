@@ -226,10 +226,12 @@ def _cut(table: bytearray, block: npt.NDArray[np.uint8]) -> Iterator[Array]:
     try:
         for kind, shape in msgspec.msgpack.decode(table, type=list[tuple[str, tuple[int, ...]]]) if table else ():
             dtype = dtype_from_text(kind)
-            nbytes = math.prod(shape) * dtype.itemsize
+            flat = len(shape) == 1  # as nearly all of them are, and steps of many sources have thousands
+            nbytes = (shape[0] if flat else math.prod(shape)) * dtype.itemsize
             if dtype.hasobject or min(shape, default=0) < 0 or at + nbytes > len(block):
                 raise ValueError(f"an array of {kind} {shape} leaves its message")
-            yield block[at : at + nbytes].view(dtype).reshape(shape)
+            array = block[at : at + nbytes].view(dtype)
+            yield array if flat else array.reshape(shape)
             at += padded(nbytes)
     except (msgspec.DecodeError, ValueError, TypeError) as error:
         raise ServiceLost(f"the other side sent bytes that are no arrays ({error})") from error

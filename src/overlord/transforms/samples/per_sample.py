@@ -264,7 +264,7 @@ def flat(rows: Ragged) -> npt.NDArray[Any]:
 def fit_rows(rows: Ragged, lengths: Int64s) -> tuple[Ragged, Int64s]:
     """Cut or pad every row to its length; return the rows and the places that are padding."""
     have = rows.lengths
-    if np.array_equal(have, lengths):
+    if len(have) == len(lengths) and (have == lengths).all():
         return Ragged(rows.values[rows.offsets[0] : rows.offsets[-1]], rows.offsets - rows.offsets[0]), _NOWHERE
     copied = np.minimum(have, lengths)
     offsets = offsets_of(lengths)
@@ -335,7 +335,7 @@ def finish_tokens(kept: RowBatch, planned: Int64s, bad: Bools, kind: str | None 
     """
     tokens, _ = fit_rows(ragged_column(kept, "tokens"), planned)
     loss, _ = fit_rows(ragged_column(kept, "loss"), planned)
-    counted = loss.values * np.repeat(~bad, planned)
+    counted = loss.values * np.repeat(~bad, planned) if bad.any() else loss.values
     media = None if kind is None else media_of(kind, kept, planned, bad)
     return Finished(tokens, Ragged(counted, loss.offsets), media, [], [])
 
