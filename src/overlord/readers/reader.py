@@ -177,6 +177,18 @@ class CompressibleReader:
         return False
 
 
+class SeekableReader:
+    """What readers share that reach any row at once, and make blocks of about `BLOCK_BYTES` themselves."""
+
+    def divides(self, file: StoredFile) -> bool:
+        """Return False: blocks are small."""
+        return False
+
+    def seeks(self, file: StoredFile) -> bool:
+        """Return True: skipped rows are not read."""
+        return True
+
+
 class FileBytes(Protocol):
     """The bytes of a file, decompressed."""
 

@@ -21,7 +21,7 @@ from overlord.errors import SourceError
 from overlord.readers.files import StoredFile
 from overlord.readers.hooked.examples import RECORD, Bytes, example_columns, example_rows, require_features
 from overlord.readers.index import file_identity
-from overlord.readers.reader import BLOCK_BYTES, HEAD_ROWS, BlockIndex, DamagedFile, Int64s
+from overlord.readers.reader import BLOCK_BYTES, HEAD_ROWS, BlockIndex, DamagedFile, Int64s, SeekableReader
 
 _OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # no threads, and nothing is read ahead
 _BUFFER_BYTES = 16 << 10
@@ -34,7 +34,7 @@ are, which takes longer than a block of small records; held, it takes 8 bytes a 
 _kept_lock = threading.Lock()
 
 
-class ArrayRecordReader:
+class ArrayRecordReader(SeekableReader):
     """Reads ArrayRecord files. In its index, start and stop are numbers of records; bytes are those on disk."""
 
     name = "arrayrecord"
@@ -67,14 +67,6 @@ class ArrayRecordReader:
             with _opened(file) as records:  # each time, so that streams of one file share it
                 data, begins, sizes = _joined(records, at, min(at + batch_rows, stop))
             yield example_rows(data, begins, sizes, np.ones(len(sizes), np.bool_), columns)
-
-    def divides(self, file: StoredFile) -> bool:
-        """Return False: blocks are small."""
-        return False
-
-    def seeks(self, file: StoredFile) -> bool:
-        """Return True: the end of the file tells where a record is."""
-        return True
 
     def columns(self, file: StoredFile) -> list[str]:
         """Return the names of the features in the head of the file; `record` where it holds no Examples."""
