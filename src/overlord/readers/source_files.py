@@ -474,7 +474,7 @@ class SourceFiles:
         found = self._spilled.find((file_number, block))
         if found is None and self.spills_parts(file_number):
             for _ in self.stream(file_number, block, skip=row, stop=row + 1, batch_rows=1):
-                pass  # a row of it has it decoded, with the attempts that it takes
+                pass  # reading one row decodes the block, with the usual retries
             found = self._spilled.find((file_number, block))
         return found
 
