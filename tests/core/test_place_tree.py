@@ -52,7 +52,7 @@ def test_default_order() -> None:
 def test_another_order() -> None:
     tree = ClientPlaceTree(dp=2, tp=2, order="tp-cp-pp-dp")
     assert [tree.coords(r).dp for r in range(4)] == [0, 1, 0, 1]
-    assert tree.ranks_of_bucket(1) == [1, 3]
+    assert tree.consumers("DP", 1) == [1, 3]
     assert str(tree) == "pp=1 dp=2 cp=1 tp=2 order=tp-cp-pp-dp"
 
 
@@ -64,7 +64,7 @@ def test_ranks_and_coordinates_are_one_to_one(tree: ClientPlaceTree) -> None:
 
 @given(trees)
 def test_buckets_partition_the_ranks(tree: ClientPlaceTree) -> None:
-    buckets = [tree.ranks_of_bucket(dp) for dp in range(tree.dp)]
+    buckets = [tree.consumers("DP", dp) for dp in range(tree.dp)]
     assert sorted(itertools.chain(*buckets)) == list(range(tree.world_size))
     assert {len(b) for b in buckets} == {tree.world_size // tree.dp}
     assert all(tree.coords(r).dp == dp for dp, bucket in enumerate(buckets) for r in bucket)

@@ -14,6 +14,7 @@ import pytest
 
 from overlord.errors import SpecError
 from overlord.job.mixture_specs import Mixture
+from overlord.job.spec_model import describe_schema
 from overlord.job.specs import (
     Batch,
     Custom,
@@ -21,7 +22,6 @@ from overlord.job.specs import (
     Job,
     Source,
     Text,
-    job_schema,
     stream_parts,
 )
 
@@ -344,7 +344,7 @@ def test_the_code_of_a_custom_function_decides_the_stream() -> None:
 
 
 def test_schema() -> None:
-    schema = job_schema()
+    schema = describe_schema(Job)
     assert schema["additionalProperties"] is False and schema["required"] == ["sources", "batch"]
     assert "Custom" not in schema["$defs"]
     assert set(schema["$defs"]["Mixture"]["properties"]) >= {"weights", "stages", "linear", "step"}

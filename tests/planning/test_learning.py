@@ -27,7 +27,7 @@ def by_loss(step, metrics):
 def rule_of(kind, lag=3):
     options = {
         "odm": {"warmup": 2, "floor": 0.1},
-        "smoothed": {"smoothing": 0.9, "update_every": 2},
+        "smoothed": {"smoothing": 0.9},
         "ado": {"first_fit": 6, "refit_every": 10, "ignore": 1, "points": 8},
         "skill_it": {"graph": np.eye(K) + 0.5 * np.eye(K, k=1), "window": 2, "update_every": 2},
         "function": {"fn": by_loss},
@@ -405,7 +405,7 @@ def test_rules_are_made_by_name():
         ("odm", {"a": 0.0}, {}, "nothing could be drawn"),
         ("odm", {"a": math.inf}, {}, "nothing could be drawn"),
         ("odm", {}, {"eta": 1.0}, "no option 'eta'"),
-        ("odm", {}, {"update_every": 0}, "update_every is 0"),
+        ("skill_it", {}, {"graph": [[1, 0], [0, 1]], "update_every": 0}, "update_every is 0"),
         ("odm", {}, {"floor": 2.0}, "floor is 2.0"),
         ("doremi", {}, {"eta": math.nan}, "eta is nan"),
         ("skill_it", {}, {}, "needs the option 'graph'"),

@@ -127,7 +127,7 @@ def test_the_splits_of_energon():
     ("text", "split", "why"),
     [
         (ENERGON, None, "several splits; they would be mixed. Set split= to one of 'train', 'val'"),
-        (ENERGON, "test", "no shards of split 'test'"),
+        (ENERGON, "test", "no split 'test'; nothing would be read"),
         (ENERGON, "trian", "Did you mean 'train'"),
         (ENERGON.replace("s_04", "s_09"), "train", r"1 shards of split 'train' are not there \('shards/s_09.tar'\)"),
         (ENERGON.replace("s_01.tar]", "s_02.tar/7]"), "train", r"excludes single samples \('shards/s_02.tar/7'\)"),

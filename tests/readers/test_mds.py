@@ -183,7 +183,7 @@ def test_other_types_of_arrays_in_another_shard(tmp_path: Path, open_source):
     (tmp_path / "c.mds").write_bytes(shard_of([{"a": b"five"}], {"a": "str"}))
     rows = read_all(open_source(tmp_path / "[ab].mds"))
     assert [(row["a"], row["__bad__"]) for row in rows] == [([5], False), ([], True)]
-    with pytest.raises(ReaderError, match=r"has the encoding 'str', which reads as 'bytes', but in the first file"):
+    with pytest.raises(ReaderError, match=r"holds values of encoding 'str', which reads as 'bytes', but in"):
         read_all(open_source(tmp_path / "[ac].mds"))
 
 

@@ -158,7 +158,7 @@ def test_floats_do_not_mix_with_tokens(tmp_path: Path, open_source):
     write_dataset(tmp_path / "a", [[1, 2]])
     write_dataset(tmp_path / "b", [[1, 2]], dtype="<f4", code=7)
     assert open_source(tmp_path / "b.bin").kinds() == {"tokens": "float_list"}
-    with pytest.raises(ReaderError, match=r"b.bin holds float32 and the first file of the source whole numbers"):
+    with pytest.raises(ReaderError, match=r"b.bin holds float32 numbers, which reads as .float_list., but in"):
         read_all(open_source(tmp_path))
 
 

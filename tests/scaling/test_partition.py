@@ -156,13 +156,6 @@ def test_a_tiny_source_alone_is_taken_in_by_another():
     assert text.actors == (1,)
 
 
-def test_without_grouping_each_source_has_an_actor():
-    costs = [cost("video", 100), cost("a", 0.1), cost("b", 0.1)]
-    found = partition(costs, [1, 1, 1], plenty(8), group_tiny=False)
-    assert found.workers == (6, 1, 1)
-    assert len(found.actors) == 3
-
-
 def test_an_actor_with_little_memory_holds_fewer_workers():
     costs = [cost("video", 100, file_bytes=20 * MB, buffer_bytes=30 * MB)]
     (one,) = partition(costs, [1], plenty(8, bytes_per_actor=64 * MB + 110 * MB)).allotments
@@ -264,7 +257,6 @@ def test_a_source_that_is_not_drawn_is_held_all_the_same():
     ("more", "words"),
     [
         ({"resources": Resources(cpus=1.5, bytes=GB)}, "at least 1.5 more are needed"),
-        ({"resources": plenty(1), "group_tiny": False}, "1 are missing"),
         ({"resources": Resources(cpus=8, bytes=GB // 2)}, "'video' takes most"),
         ({"resources": plenty(8), "samples_per_s": 1000}, "'video' .* 34 are missing.* At most"),
         ({"resources": plenty(8), "samples_per_s": 200}, "2.2 are missing; source 'video' alone needs 10 workers"),

@@ -87,7 +87,7 @@ def run_job(job: Job, name: str, options: Launch, steps: int, tell: Tell, note: 
         status = service.status()
         memory.look(now=True)
         for client in clients:
-            client.close()  # in peace: a resume goes on behind the last step, and repeats none
+            client.close()  # orderly, so that a resume goes on behind the last step and repeats none
     facts = _Facts(steps, before, after, status, first_s - began, wall_s, memory.peak, aside, waited, interrupted())
     return _sum_up(job, name, options, collector, facts)
 
@@ -216,7 +216,7 @@ def check_job(
 
 
 def _list_source(source: Source, cache: str) -> None:
-    """Look at the files of a source whose tokenizer is not to be had; at its columns too, if it needs none."""
+    """Check the files of a source whose tokenizer cannot be loaded; its columns too, if it needs none."""
     index = IndexCache(Path(cache) / "index")
     try:
         transform = make_transform(source, None)

@@ -73,7 +73,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class OpenSource:
-    """A source and its files, or why they cannot be had."""
+    """A source and its files, or why they cannot be opened."""
 
     source: Source
     opened: Opened | None
@@ -81,7 +81,7 @@ class OpenSource:
 
     @property
     def files(self) -> SourceFiles | None:
-        """Its files, if they can be had."""
+        """Its files, if they could be opened."""
         return None if self.opened is None else self.opened.files
 
     def open_or_raise(self) -> Opened:

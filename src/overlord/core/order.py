@@ -268,10 +268,10 @@ class SourceOrder:
             return group + 1
         return self._first_group_from(epoch, window + 1)
 
-    def files_of(self, epoch: int, group: int, *, ahead: int = 0) -> Int64s:
-        """Return the files that must be indexed for this group (or for the window `ahead` of it)."""
+    def files_of(self, epoch: int, group: int) -> Int64s:
+        """Return the files that must be indexed for this group."""
         windows = self.windows(epoch)
-        number = (group >> _GROUP_BITS) + ahead
+        number = group >> _GROUP_BITS
         return windows[number] if number < len(windows) else np.empty(0, np.int64)
 
     def _first_group_from(self, epoch: int, window: int) -> int:
@@ -372,7 +372,7 @@ class SortedOrder(SourceOrder):
     def next_group(self, epoch: int, group: int) -> int:
         return group + 1 if self.has_group(epoch, group + 1) else NO_GROUP
 
-    def files_of(self, epoch: int, group: int, *, ahead: int = 0) -> Int64s:
+    def files_of(self, epoch: int, group: int) -> Int64s:
         """Return no files: rows are sorted, and found in their files, without looking at blocks."""
         return np.empty(0, np.int64)
 

@@ -255,10 +255,6 @@ class ClientPlaceTree:
             )
         return cast("list[int]", self._node_ranks(axis)[bucket].tolist())
 
-    def ranks_of_bucket(self, dp: int) -> list[int]:
-        """Return the ranks that consume the samples of one dp coordinate, in rank order."""
-        return self.consumers("dp", dp)
-
     def buckets_of(self, axis: str) -> Int32s:
         """Return, for every rank, the bucket of an axis that it consumes."""
         ranks = self._node_ranks(axis)
@@ -798,11 +794,11 @@ class MeshLevel:
 
 
 def drawing(module: str, name: str) -> Callable[..., str]:
-    """Return a function of `overlord.reports` that draws an object of a lower floor.
+    """Return a function of `overlord.reports` that draws an object of a lower layer.
 
     `ClientPlaceTree.to_svg` and `DGraph.visualize` are methods for users, while charts, templates and jinja2 belong to
-    the reports, which import the classes they draw. This is the only place that looks upwards: by name and when a
-    drawing is asked for, so no module imports the reports from below, and a trainer never loads them.
+    the reports, which import the classes they draw. This is the only lower layer that uses a higher one: by name, and
+    when a drawing is requested, so that no module here imports the reports, and a trainer never loads them.
     """
     draw: Callable[..., str] = getattr(importlib.import_module(f"overlord.reports.{module}"), name)
     return draw

@@ -35,7 +35,7 @@ def log_with(writer: Any) -> Log:
 
 
 class StepLog:
-    """Writes the figures of every so manieth step.
+    """Writes the figures of every n-th step.
 
     Args:
         writer: What `log_with` takes.

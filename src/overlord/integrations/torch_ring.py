@@ -353,8 +353,8 @@ def _all_turns_back(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of this rank's queries, and of its keys and values.
 
-    The gradients of keys and values follow them from rank to rank, one turn behind, and one turn more takes them home.
-    Both neighbours begin their exchanges in the same order: keys and values, then gradients.
+    The gradients of keys and values follow them from rank to rank, one turn behind; one more turn returns them to their
+    own rank. Both neighbours begin their exchanges in the same order: keys and values, then gradients.
     """
     exact, kind = torch.promote_types(q.dtype, torch.float32), kv.dtype
     dq, last = torch.zeros_like(q, dtype=exact), len(ring) - 1
@@ -453,8 +453,8 @@ def _cut(ring: Ring, of: int) -> tuple[Half | None, Half | None]:
     return (None, first) if of < ring.place else (second, None)
 
 
-# Kernels. Those of a CPU and of cuDNN know no packed segments: each is a call. On GPUs of Hopper's kind and later,
-# cuDNN's take 0.6 of the time of those that do, so long segments are computed one by one there.
+# Kernels. Those of a CPU and of cuDNN do not support packed segments: each segment is a call. On GPUs of Hopper's kind
+# and later, cuDNN's take 0.6 of the time of those that do, so long segments are computed one by one there.
 
 CUDNN_TOKENS = 2048
 """Mean length of the segments from which a call for each of them is worth while."""

@@ -84,7 +84,7 @@ class Layout(Spec):
             if not all(math.isfinite(value) for value in values):
                 raise conflict(f"{values} is no three finite numbers; every pixel would be lost", name)
         if min(self.std) <= 0:
-            raise conflict("a deviation of 0 or less divides every pixel by nothing. Write that of the encoder", "std")
+            raise conflict("a deviation must be above 0: pixels are divided by it. Write that of the encoder", "std")
         if self.keys == "torchtitan" and self.positions != "plain":
             raise conflict(
                 f"{self.positions!r} has several rows, and torchtitan's models take one. Use keys='hf' or 'megatron' "

@@ -97,7 +97,7 @@ class Learn(Spec):
     @model_validator(mode="before")
     @classmethod
     def _describe_function(cls, data: Any) -> Any:
-        # Here and not on use: in the process that runs the function its source is often not to be had.
+        # Here and not on use: the process that runs the function often has no access to its source.
         fn = cast("Mapping[str, Any]", data).get("fn") if isinstance(data, Mapping) else None
         if not callable(fn):
             return data
@@ -212,6 +212,9 @@ def _as_curves(value: object) -> dict[str, Points]:
     return curves
 
 
+_Curves = Annotated[dict[str, Points], BeforeValidator(_as_curves, json_schema_input_type=dict[str, dict[str, float]])]
+
+
 def _as_temperature(value: object) -> float:
     number = as_finite(value)
     if number <= 0:
@@ -261,21 +264,9 @@ class Mixture(Spec):
         | None
     ) = Field(default=None, alias="stages")
     """Pairs of first step and weights."""
-    linear_points: (
-        Annotated[
-            dict[str, Points],
-            BeforeValidator(_as_curves, json_schema_input_type=dict[str, dict[str, float]]),
-        ]
-        | None
-    ) = Field(default=None, alias="linear")
+    linear_points: _Curves | None = Field(default=None, alias="linear")
     """For each source step -> weight, with straight lines between the points and level ends."""
-    step_points: (
-        Annotated[
-            dict[str, Points],
-            BeforeValidator(_as_curves, json_schema_input_type=dict[str, dict[str, float]]),
-        ]
-        | None
-    ) = Field(default=None, alias="step")
+    step_points: _Curves | None = Field(default=None, alias="step")
     """For each source step -> weight from that step on; 0 before the first point."""
     level: Level = "sample"
     """Whether weights are shares of samples or of tokens."""

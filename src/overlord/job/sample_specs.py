@@ -41,8 +41,8 @@ Token = Annotated[
 
 
 IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
-"""What is decoded as an image unless a spec adds to it: Pillow knows dozens of formats, most of them never attacked
-and mended, and one (EPS) that starts another program with the bytes of the image."""
+"""What is decoded as an image unless a spec adds to it: Pillow knows dozens of formats, most of them never hardened
+against malicious files, and one (EPS) that starts another program with the bytes of the image."""
 
 
 def _as_formats(value: object) -> object:
@@ -73,7 +73,7 @@ class Augment(Spec):
     """Largest factor by which the shape (width over height) of a crop differs from the image's."""
     brightness: Annotated[float, real(0, 1, "a pixel cannot be darker than black. Write 0.2 for up to 20 %")] = 0.0
     """Largest change of the brightness: 0.2 makes an image up to 20 % darker or lighter."""
-    contrast: Annotated[float, real(0, 1, "there is less than no contrast. Write 0.2 for up to 20 %")] = 0.0
+    contrast: Annotated[float, real(0, 1, "the contrast cannot be negative. Write 0.2 for up to 20 %")] = 0.0
     """Largest change of the contrast, around the image's mean grey."""
 
     @model_validator(mode="after")
@@ -769,7 +769,7 @@ class Custom(Spec):
     @model_validator(mode="before")
     @classmethod
     def _describe_function(cls, data: Any) -> Any:
-        # Here and not on use: in the process that runs the function its source is often not to be had.
+        # Here and not on use: the process that runs the function often has no access to its source.
         mapping = cast("Mapping[str, Any]", data)
         if not isinstance(data, Mapping) or not callable(mapping.get("fn")):
             return cast("Any", data)

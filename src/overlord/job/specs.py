@@ -40,7 +40,7 @@ from overlord.job.sample_specs import (
     video_frames,
     video_grid,
 )
-from overlord.job.spec_model import Spec, Takes, Word, as_bytes, as_number, describe_schema, real, spec_field, whole
+from overlord.job.spec_model import Spec, Takes, Word, as_bytes, as_number, real, spec_field, whole
 
 # --------------------------------------------------------------------------------------------------------------
 # `Source`: one place samples come from, and what its fields may hold.
@@ -81,6 +81,12 @@ def _as_joined(value: object) -> object:
     return {str(one): str(one) for one in cast("Any", value)}
 
 
+_Paths = Takes[
+    Annotated[tuple[Word, ...], BeforeValidator(_as_paths, json_schema_input_type=str | list[str])],
+    str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+]
+
+
 class Join(Spec):
     """Columns of another dataset beside those of a source: by row, or by a key.
 
@@ -89,10 +95,7 @@ class Join(Spec):
         Join(('embeddings/*.parquet',), {'vector': 'vector'}, by='id')
     """
 
-    path: Takes[
-        Annotated[tuple[Word, ...], BeforeValidator(_as_paths, json_schema_input_type=str | list[str])],
-        str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    ] = spec_field(kw_only=False)
+    path: _Paths = spec_field(kw_only=False)
     """File, glob, folder or URL of the other dataset, or a list of them."""
     columns: Takes[
         Annotated[
@@ -143,10 +146,7 @@ class Source(Spec):
 
     name: Annotated[str, BeforeValidator(_as_name, json_schema_input_type=str)] = Field(kw_only=False)
     """Unique name; weights, states and sample ids use it."""
-    path: Takes[
-        Annotated[tuple[Word, ...], BeforeValidator(_as_paths, json_schema_input_type=str | list[str])],
-        str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    ] = spec_field(kw_only=False)
+    path: _Paths = spec_field(kw_only=False)
     """File, glob, folder or URL, or a list of them."""
     sample: Takes[Sample, Spec | Mapping[str, Any]] = spec_field(default=Text("text"))
     """What a row is."""
@@ -243,7 +243,6 @@ __all__ = [
     "audio_tokens",
     "image_grid",
     "image_tokens",
-    "job_schema",
     "pick_frames",
     "smart_resize",
     "stream_parts",
@@ -539,8 +538,3 @@ def _source_digest(source: Source, listing: str) -> str:
     )
     texts = (json.dumps(how, sort_keys=True, separators=(",", ":")), listing)
     return ":".join(hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in texts)
-
-
-def job_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a job, for editors; custom samples exist in Python only."""
-    return describe_schema(Job)

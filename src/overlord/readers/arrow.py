@@ -26,9 +26,8 @@ import pyarrow.types as pt
 from pyarrow import ipc
 
 from overlord.core.ragged import BAD_COLUMN, Array, Kind, Ragged, RowBatch, no_value, offsets_of, sizes_column
-from overlord.errors import ReaderError
 from overlord.readers.files import MappedFile, StoredFile
-from overlord.readers.reader import BlockIndex, Rows, missing_column
+from overlord.readers.reader import BlockIndex, Rows, missing_column, require_kind
 from overlord.readers.spill import RELEASE_BYTES, SpillPlace, is_too_much, spill_rows, spilled
 
 Bools = npt.NDArray[np.bool_]
@@ -195,16 +194,8 @@ def to_rows(batch: pa.RecordBatch, columns: Mapping[str, Kind], path: str) -> Ro
     marks = np.zeros(batch.num_rows, np.int16)
     for number, (column, fields) in enumerate(require_columns(batch.schema, list(columns), path).items()):
         array = select(batch, fields)
-        kind, wanted = _kind_of_type(array.type), columns[column]
-        if kind not in (None, wanted) and (kind, wanted) not in (
-            ("int", "float"),
-            ("int_list", "float_list"),
-        ):
-            raise ReaderError(
-                f"column {column!r} of {path} holds {array.type}, which reads as {kind!r}, but in the first "
-                f"file of the source it reads as {wanted!r}; their rows cannot be mixed. Write the files "
-                "with one type, or make them two sources."
-            )
+        wanted = columns[column]
+        require_kind(_kind_of_type(array.type), wanted, path=path, column=column, holds=str(array.type))
         if wanted == "bytes_list":
             rows[column], rows[sizes_column(column)], nulls = _bytes_list_column(array)
         else:

@@ -72,14 +72,7 @@ def split_files(names: Sequence[str], texts: Mapping[str, str], *, config: str |
     if _NOT_LISTED in splits:
         inside = _matching(names, splits[_NOT_LISTED])
         return inside if split is None else _by_name(inside, split)
-    if split is None and len(splits) != 1:
-        raise SourceError(
-            f"configuration {chosen!r} has several splits; they would be mixed. {_choose('split', splits)}"
-        )
-    wanted = split if split is not None else next(iter(splits))
-    if wanted not in splits:
-        told = _choose("split", splits, wanted)
-        raise SourceError(f"configuration {chosen!r} has no split {wanted!r}; nothing would be read. {told}")
+    wanted = _wanted_split(splits, split, f"configuration {chosen!r}")
     found = _matching(names, splits[wanted])
     if not found:
         raise SourceError(
@@ -97,6 +90,17 @@ def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
 def _choose(field: str, choices: Mapping[str, object], given: str | None = None) -> str:
     close = did_you_mean(given, list(choices)) if given is not None else ""
     return f"Set {field}= to one of {list_some(list(choices))}.{close}"
+
+
+def _wanted_split(splits: Mapping[str, object], split: str | None, where: str) -> str:
+    """Return the split that is read: the given one, or the only one there is."""
+    if split is None and len(splits) != 1:
+        raise SourceError(f"{where} has several splits; they would be mixed. {_choose('split', splits)}")
+    wanted = split if split is not None else next(iter(splits))
+    if wanted not in splits:
+        told = _choose("split", splits, wanted)
+        raise SourceError(f"{where} has no split {wanted!r}; nothing would be read. {told}")
+    return wanted
 
 
 def _by_name(names: Sequence[str], split: str) -> list[str]:
@@ -178,12 +182,7 @@ def _energon_files(names: Sequence[str], text: str, split: str | None) -> list[s
             "belong to which split. Prepare the dataset again, or name the shards in the path."
         ) from error
     used = {name: shards for name, shards in parts.items() if shards}
-    if split is None and len(used) != 1:
-        raise SourceError(f"its {_ENERGON[0]} has several splits; they would be mixed. {_choose('split', used)}")
-    wanted = split if split is not None else next(iter(used))
-    if wanted not in used:
-        told = _choose("split", used, wanted)
-        raise SourceError(f"its {_ENERGON[0]} has no shards of split {wanted!r}; nothing would be read. {told}")
+    wanted = _wanted_split(used, split, f"its {_ENERGON[0]}")
     shards = set(used[wanted])
     single = sorted(one for one in excluded - shards if one.rpartition("/")[0] in shards)
     if single:

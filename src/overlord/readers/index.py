@@ -51,7 +51,7 @@ class IndexCache:
     def __init__(self, folder: Path, group_bytes: int = 64 << 20) -> None:
         self._folder = folder
         self.scratch = folder / "spill"
-        """Folder for spilled rows; its files are unnamed and vanish when they are closed."""
+        """Folder for spilled rows; its files have no name, and are deleted when they are closed."""
         self.groups = HeldGroups(self.scratch, group_bytes)
         """The shuffle groups of all sources with this cache, of which so many bytes are held in memory."""
         # Threads that want the same file get the same lock; files may share a lock.
@@ -192,7 +192,7 @@ def _check(index: BlockIndex) -> None:
     if min(rows, default=0) < 0 or sum(rows) >= 1 << FILE_SHIFT:
         raise DamagedFile(f"it claims {sum(rows)} rows, and a file has less than {1 << FILE_SHIFT}")
     if (index.bytes < 0).any() or (index.start < 0).any() or (index.stop < index.start).any():
-        raise DamagedFile("it claims blocks of less than no bytes")
+        raise DamagedFile("it claims blocks of a negative size")
 
 
 # Arrays on disk, with a checksum over every byte; also used for length sidecars.

@@ -25,9 +25,9 @@ from overlord.core.ragged import (
 from overlord.core.samples import FILE_SHIFT
 from overlord.errors import SourceError
 from overlord.job.specs import Join
+from overlord.readers.reader import Int64s
 from overlord.readers.source_files import SourceFiles
 
-Int64s = npt.NDArray[np.int64]
 _BATCH_ROWS = 8192
 
 

@@ -27,10 +27,8 @@ from overlord.core.ragged import (
     sizes_column,
 )
 from overlord.readers.files import ByteStream, StoredFile, compression_of_name
-from overlord.readers.reader import BLOCK_BYTES, BlockIndex, CompressibleReader
+from overlord.readers.reader import BLOCK_BYTES, HEAD_ROWS, BlockIndex, CompressibleReader
 
-HEAD_ROWS = 256
-"""Rows of a file that decide the kinds of its columns."""
 _INT64 = range(-(1 << 63), 1 << 63)
 _LOCAL_CHUNK_BYTES = 64 << 10
 _REMOTE_CHUNK_BYTES = 256 << 10

@@ -36,10 +36,11 @@ from overlord.core.ragged import (
     offsets_of,
     other_kind,
 )
-from overlord.errors import ReaderError, SourceError
+from overlord.errors import SourceError
 from overlord.readers.files import StoredFile, compression_of_name
-from overlord.readers.jsonl import HEAD_ROWS, RowBuilder, kind_of_values, parse_value, reach
+from overlord.readers.jsonl import RowBuilder, kind_of_values, parse_value, reach
 from overlord.readers.reader import (
+    HEAD_ROWS,
     BlockIndex,
     DamagedFile,
     FileBytes,
@@ -49,6 +50,8 @@ from overlord.readers.reader import (
     missing_column,
     open_bytes,
     random_bytes,
+    read_exactly,
+    require_kind,
 )
 
 _HEAD_BYTES = 4 << 20
@@ -85,7 +88,7 @@ class MdsReader:
         with open_table(file) as (data, rows, begin, end, table):
             if not begin <= end <= begin + _CONFIG_BYTES:
                 raise DamagedFile("its table of samples is not that of an MDS shard")
-            encodings, sizes = _parse_config(exactly(data, begin, end - begin))
+            encodings, sizes = _parse_config(read_exactly(data, begin, end - begin))
             yield Shard(rows, encodings, sizes, data, table)
 
     def index(self, file: StoredFile, columns: Sequence[str]) -> BlockIndex:
@@ -301,7 +304,7 @@ class Shard:
     def cut(self, start: int, stop: int) -> _Cut:
         """Read some samples and find their columns."""
         places = self.places(start, stop)
-        data = np.frombuffer(exactly(self.data, int(places[0]), int(places[-1] - places[0])), np.uint8)
+        data = np.frombuffer(read_exactly(self.data, int(places[0]), int(places[-1] - places[0])), np.uint8)
         begins, ends = places[:-1] - places[0], places[1:] - places[0]
         if self.bare:
             (name,) = self.encodings
@@ -325,16 +328,8 @@ class Shard:
         return _Cut(data, found, sizes, whole)
 
 
-def exactly(data: FileBytes, at: int, count: int) -> bytes:
-    """Return bytes of a file, all of them."""
-    found = data.read(at, count)
-    if len(found) < count:
-        raise cut_short(at + len(found))
-    return found
-
-
 def _numbers(data: FileBytes, at: int, count: int) -> Int64s:
-    return np.frombuffer(exactly(data, at, 4 * int(count)), "<u4").astype(np.int64)
+    return np.frombuffer(read_exactly(data, at, 4 * int(count)), "<u4").astype(np.int64)
 
 
 def _parse_config(text: bytes) -> tuple[dict[str, str], dict[str, int]]:
@@ -378,12 +373,7 @@ def _read(shard: Shard, start: int, stop: int, columns: Mapping[str, Kind], path
     for number, (column, kind) in enumerate(columns.items()):
         name = shard.column_of(column) or ""
         encoding = shard.encodings[name]
-        found = _kind_of(encoding)
-        if found not in (None, kind) and (found, kind) not in (("int", "float"), ("int_list", "float_list")):
-            raise ReaderError(
-                f"column {column!r} of {path} has the encoding {encoding!r}, which reads as {found!r}, but in the "
-                f"first file of the source it reads as {kind!r}; their rows cannot be mixed. Make them two sources."
-            )
+        require_kind(_kind_of(encoding), kind, path=path, column=column, holds=f"values of encoding {encoding!r}")
         wrong = np.zeros(stop - start, np.int16)
         if encoding in _PLAIN:
             sizes = cut.sizes[name]

@@ -19,7 +19,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from overlord.core.ragged import BAD_COLUMN, Kind, Ragged, RowBatch, offsets_of
-from overlord.errors import ReaderError
 from overlord.readers.files import StoredFile
 from overlord.readers.reader import (
     BlockIndex,
@@ -27,9 +26,10 @@ from overlord.readers.reader import (
     Int64s,
     RandomBytes,
     blocks_of_sizes,
-    cut_short,
     missing_column,
     random_bytes,
+    read_exactly,
+    require_kind,
 )
 
 COLUMN = "tokens"
@@ -70,12 +70,9 @@ class MegatronReader:
         """Yield the documents of one block; skipped ones cost nothing."""
         start, stop = int(index.start[block]) + skip, int(index.stop[block])
         with _DocumentIndex.open(file) as documents, file.open() as native:
-            kind = _kind_of(documents.dtype)
-            if kind == "float_list" and columns.get(COLUMN) == "int_list":
-                raise ReaderError(
-                    f"{file.path} holds {documents.dtype.name} and the first file of the source whole numbers; their "
-                    "rows cannot be mixed. Make them two sources."
-                )
+            holds = f"{documents.dtype.name} numbers"
+            for column, wanted in columns.items():
+                require_kind(_kind_of(documents.dtype), wanted, path=file.path, column=column, holds=holds)
             tokens = random_bytes(file, native)
             for at in range(start, stop, batch_rows):
                 rows = _read(documents, tokens, at, min(at + batch_rows, stop))
@@ -109,10 +106,7 @@ def _read(documents: _DocumentIndex, tokens: RandomBytes, start: int, stop: int)
     lengths, places = documents.sequences(int(bounds[0]), int(bounds[-1]))
     offsets = offsets_of(lengths)
     place, count = int(places[0]) if len(places) else 0, int(offsets[-1]) * documents.dtype.itemsize
-    data = tokens.read(place, count)
-    if len(data) < count:
-        raise cut_short(place + len(data))
-    return Ragged(np.frombuffer(data, documents.dtype), offsets[bounds - bounds[0]])
+    return Ragged(np.frombuffer(read_exactly(tokens, place, count), documents.dtype), offsets[bounds - bounds[0]])
 
 
 @dataclass(frozen=True, slots=True)

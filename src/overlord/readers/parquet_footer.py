@@ -10,14 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from overlord.core.kernels import kernel
-from overlord.readers.reader import DamagedFile
-
-Int64s = npt.NDArray[np.int64]
+from overlord.readers.reader import DamagedFile, Int64s
 
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 64 << 10

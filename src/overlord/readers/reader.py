@@ -17,11 +17,13 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from overlord.core.ragged import Kind, RowBatch
-from overlord.errors import SourceError
+from overlord.errors import ReaderError, SourceError
 from overlord.readers.files import ByteStream, StoredFile, compression_of_name
 
 BLOCK_BYTES = 1 << 20
 """Size of the blocks in formats that have none of their own."""
+HEAD_ROWS = 256
+"""Rows of a file that decide the kinds of its columns, in formats without a schema."""
 
 _LOCAL_WINDOW_BYTES = 4 << 10
 _REMOTE_WINDOW_BYTES = 256 << 10
@@ -175,6 +177,18 @@ class CompressibleReader:
         return False
 
 
+class SeekableReader:
+    """What readers share that reach any row at once, and make blocks of about `BLOCK_BYTES` themselves."""
+
+    def divides(self, file: StoredFile) -> bool:
+        """Return False: blocks are small."""
+        return False
+
+    def seeks(self, file: StoredFile) -> bool:
+        """Return True: skipped rows are not read."""
+        return True
+
+
 class FileBytes(Protocol):
     """The bytes of a file, decompressed."""
 
@@ -250,6 +264,18 @@ def cut_short(at: int) -> DamagedFile:
     return DamagedFile(f"it is cut short at byte {at}")
 
 
+def read_exactly(data: FileBytes, at: int, count: int) -> bytes:
+    """Return `count` bytes at an offset.
+
+    Raises:
+        DamagedFile: The file ends before they do.
+    """
+    found = data.read(at, count)
+    if len(found) < count:
+        raise cut_short(at + len(found))
+    return found
+
+
 def reason_of(error: BaseException) -> str:
     """Return a short quote of an error: its first sentence, at most 160 characters.
 
@@ -283,3 +309,17 @@ def missing_column(path: str, column: str, available: Sequence[str]) -> SourceEr
     return SourceError(
         f"{path} has no column {column!r} (it has: {shown or 'none'}); its rows would have no value. {advice}"
     )
+
+
+def require_kind(found: Kind | None, wanted: Kind, *, path: str, column: str, holds: str) -> None:
+    """Check that a column of a file reads as the source's column does; whole numbers may be read as floats.
+
+    Raises:
+        ReaderError: It does not; `holds` says what the file has instead.
+    """
+    if found not in (None, wanted) and (found, wanted) not in (("int", "float"), ("int_list", "float_list")):
+        raise ReaderError(
+            f"column {column!r} of {path} holds {holds}, which reads as {found!r}, but in the first file of the source "
+            f"it reads as {wanted!r}; their rows cannot be mixed. Write the files with one type, or make them two "
+            "sources."
+        )

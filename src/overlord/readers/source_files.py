@@ -129,6 +129,9 @@ class SourceFiles:
         SourceError: Nothing is found.
     """
 
+    join: Join | None
+    """Adds the columns that come from another dataset; None where there are none."""
+
     def __init__(
         self,
         name: str,
@@ -153,16 +156,20 @@ class SourceFiles:
         self.format = format_of(self.files, format)
         self._reader = isolate(reader_of(self.format)) if isolate else reader_of(self.format)
         self._cache = cache
-        self._wanted = list(columns) if columns is not None else None
         self._pause = pause
+        self._hold_nothing(columns)
+        if join is not None:
+            self.join = join(copy.copy(self))
+
+    def _hold_nothing(self, columns: Sequence[str] | None) -> None:
+        """Begin without anything in memory, and with these columns to read; None for all."""
+        self._wanted = list(columns) if columns is not None else None
         self._lock = threading.Lock()
         self._kinds: dict[str, Kind] | None = None
         self._indices: OrderedDict[int, BlockIndex] = OrderedDict()
         self._spilled = SpilledBlocks()
         self._spilled_files = SpilledFiles()
-        self.join: Join | None = None
-        if join is not None:
-            self.join = join(copy.copy(self))
+        self.join = None
 
     @property
     def total_bytes(self) -> int:
@@ -372,10 +379,7 @@ class SourceFiles:
     def with_columns(self, columns: Sequence[str]) -> SourceFiles:
         """Return the same files with other columns to read."""
         other = copy.copy(self)
-        other._wanted, other._kinds = list(columns), None
-        other._lock, other._indices = threading.Lock(), OrderedDict()
-        other._spilled, other._spilled_files = SpilledBlocks(), SpilledFiles()
-        other.join = None
+        other._hold_nothing(columns)
         return other
 
     def check_sortable(self, order_by: str) -> None:
@@ -475,7 +479,7 @@ class SourceFiles:
         found = self._spilled.find((file_number, block))
         if found is None and self.spills_parts(file_number):
             for _ in self.stream(file_number, block, skip=row, stop=row + 1, batch_rows=1):
-                pass  # a row of it has it decoded, with the attempts that it takes
+                pass  # reading one row decodes the block, with the usual retries
             found = self._spilled.find((file_number, block))
         return found
 
@@ -560,12 +564,8 @@ class NoFiles(SourceFiles):
         self.files = []
         self.format = format or "removed"
         self._cache = cache
-        self._lock = threading.Lock()
+        self._hold_nothing(())
         self._kinds = {}
-        self._indices = OrderedDict()
-        self._spilled = SpilledBlocks()
-        self._spilled_files = SpilledFiles()
-        self.join = None
 
     def listing_digest(self) -> str:
         """Return a constant: the files may be gone."""

@@ -49,7 +49,7 @@ from overlord.core.ragged import (
     take_rows,
 )
 from overlord.errors import ReaderError
-from overlord.readers.reader import Rows, reason_of
+from overlord.readers.reader import Int64s, Rows, reason_of
 
 logger = logging.getLogger("overlord")
 
@@ -64,7 +64,6 @@ _KEPT_BLOCKS = 4
 _ALIGNMENT = 8
 _ONE_AT_A_TIME = threading.Lock()
 
-Int64s = npt.NDArray[np.int64]
 Column = tuple[str, np.dtype[Any], bool]
 """A column of a spilled block: its name, the type of its values, and whether it is ragged."""
 

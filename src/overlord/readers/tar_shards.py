@@ -17,9 +17,10 @@ from typing import Any
 
 from overlord.core.ragged import Kind, RowBatch
 from overlord.readers.files import StoredFile, compression_of_name
-from overlord.readers.jsonl import HEAD_ROWS, batches_of, kind_of_values, parse_object, reach
+from overlord.readers.jsonl import batches_of, kind_of_values, parse_object, reach
 from overlord.readers.reader import (
     BLOCK_BYTES,
+    HEAD_ROWS,
     BlockIndex,
     CompressibleReader,
     DamagedFile,
@@ -27,6 +28,7 @@ from overlord.readers.reader import (
     cut_short,
     missing_column,
     open_bytes,
+    read_exactly,
 )
 
 KEY_COLUMN = "__key__"
@@ -189,7 +191,7 @@ def _samples(
             current = Sample(key, member.start)
         current.members[extension] = member
         if not skip and wanted(extension):
-            current.payloads[extension] = read_payload(source, member)
+            current.payloads[extension] = read_exactly(source, member.data, member.size)
     if current is not None and not skip:
         yield current
 
@@ -282,18 +284,6 @@ def walk_members(source: FileBytes, start: int = 0, stop: int | None = None) -> 
         if info.type in _REGULAR:
             yield member
         extended, first = {}, at
-
-
-def read_payload(source: FileBytes, member: Member) -> bytes:
-    """Return the bytes of a member.
-
-    Raises:
-        DamagedFile: The archive ends before they do.
-    """
-    data = source.read(member.data, member.size)
-    if len(data) < member.size:
-        raise cut_short(member.data + len(data))
-    return data
 
 
 def _padded(size: int) -> int:

@@ -54,7 +54,7 @@ class Collector:
         self._tree = tree
         self._cost = cost
         self._by_tokens = job.mixture.level == "token"
-        # What round-robin needs is its own business: it must not fail where the plan did not.
+        # Round-robin may need more microbatches than the plan; a fixed number would make it fail.
         self._limits = dataclasses.replace(limits, microbatches=None)
         self._rows = _Rows()
         self._loads: dict[int, tuple[float, LoadHeatmap]] = {}

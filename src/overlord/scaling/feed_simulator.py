@@ -4,7 +4,7 @@ The samples of a step are drawn by the shares of its step. Their work waits in t
 first, and each worker takes a sample at a time. Workers that are busy share the CPUs: where there are more of them than
 CPUs, those of the oldest step go first, and the others are slower. A step is there when all its samples are. Loaders
 work on the step in hand and `prefetch` steps after it. The clock goes from one event to the next, in ticks where CPUs
-are shared or workers change; luck is seeded.
+are shared or workers change; random numbers are seeded.
 
 A change of workers takes time: a new worker produces after `start_s`, in a new host after `host_start_s`; one that is
 given back holds its memory for `drain_s` more, and what replaces it starts only then.
@@ -39,7 +39,7 @@ class World:
     step_s: float | np.ndarray
     """Seconds that the trainer takes for a step; of each step, where they differ."""
     cpus: float
-    """For workers: planner and constructors are paid."""
+    """CPUs of the workers, without those of planner and constructors."""
     prefetch: int = 2
     interval: int = 2
     """Steps between two decisions."""
@@ -54,9 +54,9 @@ class World:
     def work(self) -> np.ndarray:
         """Return the seconds of work of each step and source: whole samples, which differ by half their mean cost."""
         drawn = np.diff(np.floor(np.cumsum(self.shares * self.samples, axis=0) + 1e-9), axis=0, prepend=0)
-        luck = np.random.default_rng(self.seed).standard_normal(drawn.shape)
+        noise = np.random.default_rng(self.seed).standard_normal(drawn.shape)
         mean = np.array([cost.transform_s for cost in self.costs])
-        return mean * np.maximum(drawn + 0.5 * np.sqrt(drawn) * luck, 0.5 * drawn)
+        return mean * np.maximum(drawn + 0.5 * np.sqrt(drawn) * noise, 0.5 * drawn)
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Outcome:
     """What one setup gave."""
 
     waits: list[float] = field(default_factory=list)
-    """Seconds that the trainer waited for each step; the first one, which is the start, counts for nothing."""
+    """Seconds that the trainer waited for each step; 0 for the first one, which is the start."""
     worker_s: float = 0.0
     """Seconds that workers were there."""
     used_cpu_s: float = 0.0

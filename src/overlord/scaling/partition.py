@@ -124,7 +124,6 @@ def partition(
     *,
     samples_per_s: float | None = None,
     cluster_size: int = CLUSTER_SIZE,
-    group_tiny: bool = True,
     most_actors: Mapping[str, int] | None = None,
     headroom: float = 1.2,
 ) -> Partition:
@@ -138,8 +137,6 @@ def partition(
             resources have it. None: the fastest fleet that the resources allow.
         cluster_size: Sources of a cluster. With 1, workers follow what each source was measured to cost; larger ones
             give sources that cost about the same alike, which evens out what was measured on few samples.
-        group_tiny: Whether tiny sources share actors. False is the paper's default, one source in an actor: then
-            each source also needs a whole CPU.
         most_actors: Actors that some sources can be divided over at most; the others as many as they need.
         headroom: How many times `samples_per_s` the fleet should reach.
 
@@ -155,7 +152,7 @@ def partition(
     _check_arguments(costs, shares, resources, samples_per_s, cluster_size)
     total = sum(shares)
     shares = [share / total for share in shares]
-    search = _Search.of(costs, shares, resources, cluster_size, group_tiny, most_actors or {})
+    search = _Search.of(costs, shares, resources, cluster_size, most_actors or {})
     search.check_least()
     draft, limit = search.fastest()
     if samples_per_s is not None:
@@ -261,7 +258,6 @@ class _Search:
     """Mean seconds of decoding behind the hand-over."""
     resources: Resources
     cluster_size: int
-    group_tiny: bool
     most_actors: Mapping[str, int]
 
     @classmethod
@@ -271,7 +267,6 @@ class _Search:
         shares: Sequence[float],
         resources: Resources,
         cluster_size: int,
-        group_tiny: bool,
         most_actors: Mapping[str, int],
     ) -> _Search:
         """Cluster the sources and weigh their levels by the mixture."""
@@ -287,7 +282,6 @@ class _Search:
             sum(share * cost.decode_s for cost, share, _ in given),
             resources,
             cluster_size,
-            group_tiny,
             most_actors,
         )
 
@@ -348,7 +342,7 @@ class _Search:
     def busy(self, rate: float) -> list[float]:
         """Return the workers of each source that count: those of a tiny source only as much as they are busy."""
         return [
-            rate * load if self.group_tiny and rate * need < TINY else float(count)
+            rate * load if rate * need < TINY else float(count)
             for load, need, count in zip(self.loads, self.needs, self.workers(rate), strict=True)
         ]
 
@@ -389,9 +383,9 @@ class _Search:
         if self.resources.one_host and not bounded and (more - rate) * self.decoding > sum(grown):
             return "more decoding behind the hand-over"
         first = _first_largest(grown)
-        if self.group_tiny and more * self.needs[first] < TINY:
+        if more * self.needs[first] < TINY:
             return "more work of tiny sources"
-        own = self.group_tiny and rate * self.needs[first] < TINY  # it shared a CPU, and would now need a whole worker
+        own = rate * self.needs[first] < TINY  # it shared a CPU, and would now need a whole worker
         return f"{'a whole' if own else 'one more'} worker for {self.costs[first].name!r}"
 
     def _next_worker(self, rate: float) -> str:
@@ -403,7 +397,7 @@ class _Search:
 
     def _groupings(self) -> list[float]:
         """Return below which load sources share actors: only tiny ones; if memory is short, up to half an actor."""
-        return [TINY, float(max(self.resources.per_actor // 2, 1))] if self.group_tiny else [0.0]
+        return [TINY, float(max(self.resources.per_actor // 2, 1))]
 
     def _draft(self, rate: float, grouped_below: float) -> _Draft:
         """Return the fleet for a rate; the total resources are not checked here.
@@ -487,13 +481,6 @@ class _Search:
                 f"{resources.cpus:g} CPUs are given and the planner and {resources.constructors} constructors take "
                 f"{paid:g}: at least {paid + 1 - resources.cpus:g} more are needed for one worker. Give "
                 f"{paid + 1:g} CPUs or fewer constructors."
-            )
-        least = sum(cost.cpu_share for cost in self.costs)
-        if not self.group_tiny and least > resources.loader_cpus + 1e-9:
-            raise SpecError(
-                f"one worker for each of {len(self.costs)} sources takes {least:g} CPUs, and beside the planner and "
-                f"the constructors there are {resources.loader_cpus:g}: {least - resources.loader_cpus:g} are missing. "
-                f"Give {least + paid:g} CPUs, or let tiny sources share workers (group_tiny)."
             )
         for cost in self.costs:
             if self.room(cost) < 1:

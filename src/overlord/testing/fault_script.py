@@ -135,32 +135,32 @@ class FaultScript:
             roles: The roles they happen to.
             service: Whether the service itself is killed too.
         """
-        luck = random.Random(seed)
+        rng = random.Random(seed)
         script = cls()
-        for _ in range(luck.randint(1, most)):
-            again = bool(script.faults) and luck.random() < 0.3  # two faults at the same step
-            at = script.faults[-1].at_step if again else luck.randrange(steps)
-            script = script.add(_any_fault(luck, at, roles, service))
+        for _ in range(rng.randint(1, most)):
+            again = bool(script.faults) and rng.random() < 0.3  # two faults at the same step
+            at = script.faults[-1].at_step if again else rng.randrange(steps)
+            script = script.add(_any_fault(rng, at, roles, service))
         return script
 
 
-def _any_fault(luck: random.Random, at: int, roles: Sequence[str], service: bool) -> Fault:
-    role = luck.choice(roles)
-    method = luck.choice(MESSAGES[role.split()[0]])
-    long_s = luck.choice([1.0, 4.0, 7.0, 20.0, 45.0])
+def _any_fault(rng: random.Random, at: int, roles: Sequence[str], service: bool) -> Fault:
+    role = rng.choice(roles)
+    method = rng.choice(MESSAGES[role.split()[0]])
+    long_s = rng.choice([1.0, 4.0, 7.0, 20.0, 45.0])
     kinds: list[Kind] = ["kill", "kill", "stop", "delay", "drop", "duplicate", "partition", "store_errors", "full_disk"]
-    kind = luck.choice(kinds)
+    kind = rng.choice(kinds)
     if kind == "kill":
-        killed = SERVICE if service and luck.random() < 0.15 else role
-        return Fault(kind=kind, role=killed, at_step=at, method=luck.choice(["", method]), after=luck.random() < 0.5)
+        killed = SERVICE if service and rng.random() < 0.15 else role
+        return Fault(kind=kind, role=killed, at_step=at, method=rng.choice(["", method]), after=rng.random() < 0.5)
     if kind == "stop":
         return Fault(kind=kind, role=role, at_step=at, seconds=long_s)
     if kind == "partition":
-        other = luck.choice([SERVICE, *(one for one in roles if one != role)])
+        other = rng.choice([SERVICE, *(one for one in roles if one != role)])
         return Fault(kind=kind, role=role, other=other, at_step=at, seconds=long_s)
     if kind in ("store_errors", "full_disk"):
-        return Fault(kind=kind, at_step=at, times=luck.randint(1, 4))
+        return Fault(kind=kind, at_step=at, times=rng.randint(1, 4))
     return Fault(
         kind=kind, role=role, method=method, at_step=at, seconds=0.0 if kind == "drop" else long_s,
-        times=luck.randint(1, 3), after=kind == "drop" and luck.random() < 0.5,
+        times=rng.randint(1, 3), after=kind == "drop" and rng.random() < 0.5,
     )  # fmt: skip

@@ -121,7 +121,6 @@ class ODM(Learner):
         self,
         prior: Sequence[float] | Float64s,
         warmup: int = 0,
-        update_every: int = 1,
         smoothing: float | None = None,
         floor: float = 0.0,
         *,
@@ -129,7 +128,6 @@ class ODM(Learner):
     ) -> None:
         super().__init__(prior, lag)
         self._warmup = at_least("warmup", warmup, 0)
-        self._update_every = at_least("update_every", update_every, 1)
         self._smoothing = None if smoothing is None else between("smoothing", smoothing, 0.0, 1.0)
         self._floor = between("floor", floor, 0.0, 1.0)
         self._reward = np.zeros(self.num_sources)
@@ -142,9 +140,6 @@ class ODM(Learner):
         if turn <= self._warmup:
             return None
         reward = self._rewarded(report)
-        if turn % self._update_every:
-            self._reward = reward
-            return None
         count = self._num_active
         before = self._rate
         rate = min(1.0 / count, math.sqrt(float(log(float(count))) / (count * turn)))

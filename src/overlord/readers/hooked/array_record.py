@@ -8,6 +8,7 @@ disks, and are read in reader processes.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,12 +19,10 @@ import numpy as np
 from overlord.core.ragged import Kind, RowBatch, offsets_of
 from overlord.errors import SourceError
 from overlord.readers.files import StoredFile
-from overlord.readers.hooked.examples import RECORD, Bytes, example_columns, example_rows
+from overlord.readers.hooked.examples import RECORD, Bytes, example_columns, example_rows, require_features
 from overlord.readers.index import file_identity
-from overlord.readers.reader import BLOCK_BYTES, BlockIndex, DamagedFile, Int64s, missing_column
+from overlord.readers.reader import BLOCK_BYTES, HEAD_ROWS, BlockIndex, DamagedFile, Int64s, SeekableReader
 
-_HEAD_ROWS = 256
-"""Records of a file that decide the kinds of its columns."""
 _OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # no threads, and nothing is read ahead
 _BUFFER_BYTES = 16 << 10
 _END_BYTES = 64 << 10
@@ -35,7 +34,7 @@ are, which takes longer than a block of small records; held, it takes 8 bytes a 
 _kept_lock = threading.Lock()
 
 
-class ArrayRecordReader:
+class ArrayRecordReader(SeekableReader):
     """Reads ArrayRecord files. In its index, start and stop are numbers of records; bytes are those on disk."""
 
     name = "arrayrecord"
@@ -45,16 +44,11 @@ class ArrayRecordReader:
         """Cut the records of a file into blocks of about one size."""
         with _opened(file) as records:
             count = records.num_records()
-            known = example_columns(*_joined(records, 0, min(count, _HEAD_ROWS)))
-        for column in columns:
-            if column not in known and column != RECORD:
-                raise missing_column(file.path, column, list(known))
+        require_features(_head(file), columns, file.path)
         size = max(1, file.size - _END_BYTES)
         rows = max(1, count * BLOCK_BYTES // size)
-        starts = np.arange(0, count, rows)
-        return BlockIndex.of(
-            [(stop - start, (stop - start) * size // count, start, stop) for start, stop in _ranges(starts, count)]
-        )
+        bounds = itertools.pairwise([*range(0, count, rows), count])
+        return BlockIndex.of([(stop - start, (stop - start) * size // count, start, stop) for start, stop in bounds])
 
     def stream(
         self,
@@ -74,14 +68,6 @@ class ArrayRecordReader:
                 data, begins, sizes = _joined(records, at, min(at + batch_rows, stop))
             yield example_rows(data, begins, sizes, np.ones(len(sizes), np.bool_), columns)
 
-    def divides(self, file: StoredFile) -> bool:
-        """Return False: blocks are small."""
-        return False
-
-    def seeks(self, file: StoredFile) -> bool:
-        """Return True: the end of the file tells where a record is."""
-        return True
-
     def columns(self, file: StoredFile) -> list[str]:
         """Return the names of the features in the head of the file; `record` where it holds no Examples."""
         return list(_head(file))
@@ -94,11 +80,7 @@ class ArrayRecordReader:
 
 def _head(file: StoredFile) -> dict[str, Kind | None]:
     with _opened(file) as records:
-        return example_columns(*_joined(records, 0, min(records.num_records(), _HEAD_ROWS)))
-
-
-def _ranges(starts: Int64s, count: int) -> list[tuple[int, int]]:
-    return list(zip(starts.tolist(), [*starts[1:].tolist(), count], strict=True)) if count else []
+        return example_columns(*_joined(records, 0, min(records.num_records(), HEAD_ROWS)))
 
 
 def _joined(records: Any, start: int, stop: int) -> tuple[Bytes, Int64s, Int64s]:

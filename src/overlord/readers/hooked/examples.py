@@ -7,7 +7,7 @@ record, so damaged records are bad rows. A list that has one value in each of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from overlord.core.ragged import (
     other_kind,
     sizes_column,
 )
-from overlord.readers.reader import Int64s
+from overlord.readers.reader import Int64s, missing_column
 
 RECORD = "record"
 """The column of whole records, for those that are no Examples."""
@@ -48,6 +48,17 @@ def example_columns(data: Bytes, begins: Int64s, sizes: Int64s) -> dict[str, Kin
         keys = _keys(data, begin, begin + size)
         names.update((bytes(data[a:b]).decode("utf-8", "replace"), None) for a, b in keys.tolist())
     return {name: kind_of_column(data, begins, sizes, name) for name in names} or {RECORD: "bytes"}
+
+
+def require_features(known: Mapping[str, Kind | None], columns: Sequence[str], path: str) -> None:
+    """Check that a file has the wanted columns, given those of its head; whole records are always there.
+
+    Raises:
+        SourceError: A column is missing.
+    """
+    for column in columns:
+        if column not in known and column != RECORD:
+            raise missing_column(path, column, list(known))
 
 
 def kind_of_column(data: Bytes, begins: Int64s, sizes: Int64s, name: str) -> Kind | None:

@@ -18,7 +18,7 @@ from overlord.core.ragged import Kind, RowBatch
 from overlord.errors import SourceError
 from overlord.readers.arrow import kinds_of_schema, require_columns, to_rows, validate_columns
 from overlord.readers.files import StoredFile, version_of_manifest
-from overlord.readers.reader import BLOCK_BYTES, BlockIndex, DamagedFile
+from overlord.readers.reader import BLOCK_BYTES, BlockIndex, DamagedFile, SeekableReader
 
 _MOST_BLOCKS = 1 << 16
 """Blocks of a dataset, about: those of a larger one are larger, so that its index stays small."""
@@ -27,7 +27,7 @@ _CACHE_BYTES = 1 << 20
 """What the library may keep of metadata and of indices of a dataset that is open."""
 
 
-class LanceReader:
+class LanceReader(SeekableReader):
     """Reads Lance datasets. In its index, start and stop are rows of a fragment, whose number is in the bits above."""
 
     name = "lance"
@@ -84,14 +84,6 @@ class LanceReader:
             validate_columns(batch, list(columns), file.path)
             for at in range(0, batch.num_rows, batch_rows):
                 yield to_rows(batch.slice(at, batch_rows), columns, file.path)
-
-    def divides(self, file: StoredFile) -> bool:
-        """Return False: blocks are small."""
-        return False
-
-    def seeks(self, file: StoredFile) -> bool:
-        """Return True: any row is reached at once."""
-        return True
 
     def columns(self, file: StoredFile) -> list[str]:
         """Return the names of the top-level fields."""

@@ -17,21 +17,26 @@ import numpy.typing as npt
 from overlord.core.kernels import kernel
 from overlord.core.ragged import Kind, RowBatch
 from overlord.readers.files import StoredFile, compression_of_name
-from overlord.readers.hooked.examples import RECORD, Bytes, example_columns, example_rows, kind_of_column
+from overlord.readers.hooked.examples import (
+    RECORD,
+    Bytes,
+    example_columns,
+    example_rows,
+    kind_of_column,
+    require_features,
+)
 from overlord.readers.reader import (
     BLOCK_BYTES,
+    HEAD_ROWS,
     BlockIndex,
     CompressibleReader,
     DamagedFile,
     FileBytes,
     Int64s,
     cut_short,
-    missing_column,
     open_bytes,
 )
 
-_HEAD_ROWS = 256
-"""Records of a file that decide the kinds of its columns."""
 _HEAD_BYTES = 4 << 20
 _AROUND = 16
 """Bytes of a record beside its own: the length, and two checksums."""
@@ -45,7 +50,7 @@ class TfrecordReader(CompressibleReader):
 
     def index(self, file: StoredFile, columns: Sequence[str]) -> BlockIndex:
         """Find the blocks of a file by the lengths of its records."""
-        _require(file, columns)
+        require_features(_head(file)[0], columns, file.path)
         whole = compression_of_name(file.path) is not None
         blocks: list[tuple[int, int, int, int]] = []
         start, rows, at = 0, 0, 0
@@ -108,17 +113,10 @@ class TfrecordReader(CompressibleReader):
 
 def _head(file: StoredFile) -> tuple[dict[str, Kind | None], Bytes, Int64s, Int64s]:
     with open_bytes(file) as native:
-        chunk, found = _Records(native, file).records(0, _HEAD_ROWS, _HEAD_BYTES)
+        chunk, found = _Records(native, file).records(0, HEAD_ROWS, _HEAD_BYTES)
     whole = _checksums_fit(chunk, found[:, 0], found[:, 1])
     begins, sizes = np.ascontiguousarray(found[whole, 0]), np.ascontiguousarray(found[whole, 1])
     return example_columns(chunk, begins, sizes), chunk, begins, sizes
-
-
-def _require(file: StoredFile, columns: Sequence[str]) -> None:
-    known = _head(file)[0]
-    for column in columns:
-        if column not in known and column != RECORD:
-            raise missing_column(file.path, column, list(known))
 
 
 class _Records:
