@@ -227,7 +227,7 @@ def profile(
             screen.show(shown)
     screen.give(told)
     for words in failed.values():
-        show_error(SourceError(words), as_json=False)
+        show_error(SourceError(loaded.locate(words)), as_json=False)
     if failed:
         raise typer.Exit(2)
 

@@ -332,8 +332,8 @@ def template_text(template: str, known: tuple[str, ...] = ()) -> str:
         names = (*BUILTIN_TEMPLATES, *known)
         why = "" if isinstance(error, FileNotFoundError) else f" ({getattr(error, 'strerror', None) or error})"
         raise SpecError(
-            f"Chat: template {template!r} is neither a known name ({', '.join(map(repr, names))}), nor a file that can "
-            f"be read{why}, nor Jinja text; messages could not become text.{did_you_mean(template, names)} Give one of "
+            f"Chat: template {template!r} is neither a known name ({', '.join(map(repr, names))}), nor a readable "
+            f"file{why}, nor Jinja text; messages could not become text.{did_you_mean(template, names)} Give one of "
             "them."
         ) from error
 
