@@ -19,14 +19,17 @@ $(USABLE): pyproject.toml
 		{ echo "overlord needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ echo "the venv module is missing; on Debian: apt-get install python3-venv"; exit 2; }
+	@echo "installing what runs a job into $(VENV): about half a minute"
 	$(PIP) --upgrade pip
 	$(PIP) -e '.[dashboard]'
 	$(BIN)/python -m compileall -q src  # an editable install has no bytecode, and some environments let no process write any
+	@echo "compiling the kernels, once for this install: about a minute"
 	$(BIN)/python -c 'from overlord.runtimes.launching.deployment import warm_everything as warm; warm()'  # compiled once, so that no first run waits for it
 	@touch $(USABLE)
 
 # Everything: the trainers, Ray, linters, the documentation site.
 $(READY): $(USABLE)
+	@echo "installing torch, Ray, linters and what the tests need: some minutes, gigabytes with CUDA"
 	$(PIP) torch==2.13.0
 	$(PIP) -e '.[dev]'
 	@touch $(READY)

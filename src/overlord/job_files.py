@@ -5,9 +5,9 @@ Relative paths are taken from the file they stand in; URLs stay as they are. YAM
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
-import difflib
 import io
 import json
 import os
@@ -24,7 +24,7 @@ from typing import Any, cast
 
 import yaml
 
-from overlord.core.spec_errors import MOST_PROBLEMS, Loc, Locate, did_you_mean, follow
+from overlord.core.spec_errors import MOST_PROBLEMS, Loc, Locate, did_you_mean, follow, in_yaml, nearest
 from overlord.errors import OverlordError, SpecError, joined
 from overlord.job.hook_specs import HOOK_KINDS, JOB_FILE_MODULE, search_beside
 from overlord.job.spec_model import Spec, describe_schema, field_docs
@@ -67,6 +67,8 @@ class JobFile:
     launch: LaunchOptions = dataclasses.field(default_factory=LaunchOptions)
     path: Path | None = dataclasses.field(default=None, compare=False)
     """The file; None for a job that was built in Python."""
+    places: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str], compare=False)
+    """File and line of each source, and of the tokenizer, by what a message about it begins with; of YAML only."""
 
     def call(self, given: Mapping[str, Any], locate: Locate | None = None) -> Launch:
         """Return all options of a launch: what was given (not None), else what the file says.
@@ -75,6 +77,23 @@ class JobFile:
             SpecError: An option is unknown or cannot be.
         """
         return self.launch.call(given, self.path, locate)
+
+    @contextlib.contextmanager
+    def located(self) -> Iterator[None]:
+        """Let the errors that are raised inside about a source, or the tokenizer, begin with its file and line."""
+        try:
+            yield
+        except OverlordError as error:
+            error.args = (self.locate(str(error)),)
+            raise
+
+    def locate(self, message: str) -> str:
+        """Return a message with file and line before what is said of a source or the tokenizer."""
+        lines = [
+            next((f"{at}: {in_yaml(line)}" for start, at in self.places.items() if line.startswith(start)), line)
+            for line in message.splitlines()
+        ]
+        return "\n".join(lines)
 
 
 def load_job(path: str | os.PathLike[str]) -> Job:
@@ -126,8 +145,8 @@ def _load_yaml(file: Path) -> JobFile:
     ]
     problems: list[OverlordError] = [*unknown[:MOST_PROBLEMS]]
     # A key that is misspelt is checked as what it was meant to be: it must not be told as missing too.
-    meant = {key: difflib.get_close_matches(str(key), known, 1) or [key] for key in data}
-    data = {name: data[key] for key, (name,) in meant.items() if name in known and (name == key or name not in data)}
+    meant = {key: key if key in known else nearest(key, known) for key in data}
+    data = {name: data[key] for key, name in meant.items() if name in known and (name == key or name not in data)}
     launch_data = data.pop("launch", None)
     manifest = _manifest_of(data.get("sources"), file, root)
     lines: list[int] = []
@@ -157,8 +176,12 @@ def _load_yaml(file: Path) -> JobFile:
     except SpecError as error:
         problems.append(error)
     if problems or job is None:
-        raise joined(problems)
-    return _resolved(job, launch, file.parent)
+        told = joined(problems)
+        told.args = (in_yaml(str(told)),)
+        raise told
+    places = {f"source {name!r}": locate(("sources", number)) for number, name in enumerate(job.names)}
+    places["tokenizer: "] = locate(("tokenizer",))
+    return dataclasses.replace(_resolved(job, launch, file.parent), places=places)
 
 
 def _refuse_function(mixture: object, locate: Callable[[Loc], str]) -> None:

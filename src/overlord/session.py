@@ -420,7 +420,9 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
     try:  # both take their ports before anything runs
         door = None if options.metrics is None else _open_door(options.metrics, options.runtime)
         page = _open_page(options)
-        return Service(_start(options.runtime, job, told, options.progress), job, options, door, page)
+        with loaded.located():
+            started = _start(options.runtime, job, told, options.progress)
+        return Service(started, job, options, door, page)
     except BaseException:
         for one in (door, page):
             if one is not None:

@@ -66,6 +66,12 @@ def test_files_of_another_kind_are_named(name, content, more, words, tmp_path: P
         assert word in outcome.stderr
 
 
+def test_bytes_that_are_no_text_are_escaped(tmp_path: Path, cache: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\xfe\x81\x1b\xff\n")
+    outcome = run(job(tmp_path, "a.jsonl"), cache)
+    assert outcome.exit_code == 2 and r"(line 1 begins with '\xfe\x81\x1b\xff')" in outcome.stderr
+
+
 def test_a_pattern_that_matches_nothing_tells_what_is_there(tmp_path: Path, cache: str) -> None:
     lines(tmp_path / "d/part-1.jsonl", good(3))
     outcome = run(job(tmp_path, "d/*.parquet"), cache)
@@ -200,3 +206,57 @@ def test_the_soft_limit_of_descriptors_is_raised(tmp_path: Path, cache: str) -> 
     )
     assert enough.returncode == 0, enough.stderr
     assert os.path.isdir(cache)
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("d/own_rows.jsonl", "own-rows.jsonl"),
+        ("dd/*.jsonl", "d"),
+        ("d/*.parquet", None),
+        ("elsewhere/x.jsonl", None),
+        ("d/x.jsonl", None),
+    ],
+)
+def test_a_path_that_leads_nowhere_gets_a_suggestion(path: str, meant: str | None, tmp_path: Path, cache: str) -> None:
+    lines(tmp_path / "d" / "own-rows.jsonl", good(20))
+    outcome = run(job(tmp_path, path), cache)
+    assert outcome.exit_code == 2 and "job.yaml:2: source 's': " in outcome.stderr
+    assert ("Did you mean" in outcome.stderr) == (meant is not None)
+    assert meant is None or f"Did you mean {meant!r}?" in outcome.stderr
+
+
+def test_a_number_out_of_range_is_refused_like_any_other_mistake(tmp_path: Path, cache: str) -> None:
+    lines(tmp_path / "a.jsonl", good(20))
+    file = job(tmp_path, "a.jsonl")
+    outcome = run(file, cache, "--steps", 0)
+    assert (outcome.exit_code, outcome.stderr) == (2, "error: --steps is 0, which is out of range. Give 1 or more.\n")
+    outcome = CliRunner().invoke(app, ["sources", "preview", str(file), "--rows", "1001"])
+    assert (outcome.exit_code, "--rows is 1001" in outcome.stderr, "1 to 1000" in outcome.stderr) == (2, True, True)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "sample", "words"),
+    [
+        ("gpt2", "{text: ids}", ["job.yaml:5: tokenizer: ", "on the Hub is not downloaded", "save_pretrained(FOLDER)"]),
+        (None, "{kind: chat, messages: ids, template: chatlm}", ["job.yaml:2: source 's':", "Did you mean 'chatml'?"]),
+    ],
+)
+def test_mistakes_in_tokenizers_and_templates(tokenizer, sample, words, demo_files, tmp_path: Path, cache: str) -> None:
+    lines(tmp_path / "a.jsonl", good(20))
+    file = job(tmp_path, "a.jsonl", sample, more=f"tokenizer: {tokenizer or demo_files.tokenizer}\n")
+    outcome = run(file, cache)
+    assert outcome.exit_code == 2
+    assert all(word in outcome.stderr for word in words), outcome.stderr
+    assert "Errno" not in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "folder"),
+    [("/x/cache", "/x/cache/overlord"), ("x/cache", "~/.cache/overlord"), ("", "~/.cache/overlord")],
+)
+def test_the_cache_is_in_the_folder_of_the_user_s_caches(given: str, folder: str) -> None:
+    code = "from overlord.launch_spec import Launch; print(Launch().cache)"
+    environment = os.environ | {"XDG_CACHE_HOME": given}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == folder

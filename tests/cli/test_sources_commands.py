@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import pytest
 from examples.demo.demo_data import DemoFiles
 from PIL import Image
 from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.trainers import BpeTrainer
 from typer.testing import CliRunner
 
 import overlord as ol
@@ -82,7 +85,7 @@ def test_list_shows_the_other_sources_beside_a_broken_one(tmp_path: Path) -> Non
     path.write_text(dump_job_yaml(job_of(ids("good", good), ids("gone", str(tmp_path / "none.jsonl")))))
     outcome = call("sources", "list", path, "--json")
     assert outcome.exit_code == 2
-    assert "error: source 'gone': " in outcome.stderr
+    assert re.search(r"^error: .*/job.yaml:\d+: source 'gone': .* can see it\.$", outcome.stderr, re.MULTILINE)
     found = json.loads(outcome.stdout)["sources"]
     assert [one["error"] is None for one in found] == [True, False]
 
@@ -195,6 +198,36 @@ def test_lint_and_preview_tell_of_images_that_stay_turned(demo_files: DemoFiles,
         assert (image.facts["size"], "EXIF" in image.words) == (([32, 64], False) if turn else ([64, 32], True))
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_lint_tells_what_a_tokenizer_loses(whole: bool, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet, markers = (pre_tokenizers.ByteLevel.alphabet(), ["<|im_start|>", "<|im_end|>"]) if whole else ([], [])
+    trainer = BpeTrainer(vocab_size=500, special_tokens=markers, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["text of a user or an assistant"], trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    texts = [{"text": "a text" if row % 4 else "Z\u00fcrich!"} for row in range(40)]
+    turns = [{"role": "user", "content": "a <tool> <|im_here|>"}, {"role": "assistant", "content": "an"}]
+    for name, rows in (("texts", texts), ("chats", [{"messages": turns}] * 40)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = job_of(
+        ol.Source("texts", str(tmp_path / "texts.jsonl")),
+        ol.Source("chats", str(tmp_path / "chats.jsonl"), sample=ol.Chat(template="chatml")),
+        tokenizer=tmp_path / "tokenizer.json",
+    )
+    found = messages(lint(job, tmp_path), "warning")
+    if whole:
+        assert found == []
+        return
+    assert (
+        "texts: the tokenizer has no tokens for 5 characters ('Z', 'ü', 'c', 'h', '!'): in 10 of 40 texts" in found[0]
+    )
+    assert "chats: the tokenizer has no tokens for" in found[1] and "in 40 of 40 texts" in found[1]
+    assert "chats: the chat template writes <|im_end|> (as" in found[2] and ", <|im_start|> (as" in found[2]
+    assert "im_here" not in found[2] and len(found) == 3
+
+
 def test_lint_decodes_images(demo_files: DemoFiles, tmp_path: Path) -> None:
     out = io.BytesIO()
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)).save(out, "JPEG")
@@ -239,7 +272,7 @@ def test_lint_exits_with_1_on_errors(tmp_path: Path) -> None:
     path.write_text(dump_job_yaml(job_of(ids("gone", str(tmp_path / "none.jsonl")))))
     outcome = call("sources", "lint", path)
     assert outcome.exit_code == 1
-    assert outcome.stdout.startswith("error gone: ")
+    assert re.match(r"error gone \(.*/job.yaml:\d+\): ", outcome.stdout)
     told = json.loads(call("sources", "lint", path, "--json").stdout)
     assert (told["errors"], told["warnings"], told["findings"][0]["severity"]) == (1, 0, "error")
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.errors import SpecError
+from overlord.errors import SourceError, SpecError
 from overlord.job.layout_specs import Layout
 from overlord.job.spec_model import Spec
 from overlord.job.specs import (
@@ -37,6 +37,7 @@ from overlord.job_files import (
     load_job_file,
     write_job_schema,
 )
+from overlord.session import launch
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "job.schema.json"
 
@@ -123,9 +124,16 @@ def test_paths_without_a_folder_are_taken_from_the_file(tmp_path: Path, monkeypa
             "web: 0",
             ["job.yaml:12: mixture.stages[1]", "stage 1 (from step 1000) sum to zero"],
         ),
-        ("tokenizer: tokenizer.json", "lag: 16", ["job.yaml:1: tokenizer: missing", "'web' holds text"]),
+        (
+            "tokenizer: tokenizer.json",
+            "lag: 16",
+            ["job.yaml:1: tokenizer: missing", "'web' holds text", 'tokenizer: "tokenizer.json"', "tokenized: true"],
+        ),
         ("tokenizer:", "tokeniser:", ["job.yaml:13: tokeniser: unknown key", "Did you mean 'tokenizer'?"]),
         ("context_length: 8192", "context_length: 0", ["job.yaml:14: batch.context_length is 0"]),
+        ("context_length: 8192", "contxt_length: 8192", ["batch.contxt_length: unknown key", "'context_length'?"]),
+        ("global_tokens: 1e6", "global_tokens: 64", ["job.yaml:14:", "Write at least global_tokens: 8192,"]),
+        ("    shuffle_bytes: 16MB", "    tolerance: some", ["tolerance (source 'web') is 'some'", "such as 0.3"]),
         ("batch: {context_length: 8192, global_tokens: 1e6}", "", ["job.yaml:1: batch: missing", "Add it"]),
         (
             "mesh: {dp: 2",
@@ -179,6 +187,23 @@ def test_yaml_refused(tmp_path: Path, old: str, new: str, words: list[str]) -> N
 )
 def test_files_of_another_shape(tmp_path: Path, contents: str, words: str) -> None:
     assert words in refusal(write(tmp_path / "job.yaml", contents))
+
+
+def test_errors_of_a_launch_name_the_line_of_a_source(tmp_path: Path) -> None:
+    (tmp_path / "web.jsonl").write_text('{"ids": [1, 2]}\n')
+    sources = [{"name": name, "path": f"{name}.jsonl", "sample": {"text": "ids", "tokenized": True}}
+               for name in ("web", "webb")]  # fmt: skip
+    (tmp_path / "sources.jsonl").write_text("".join(json.dumps(source) + "\n" for source in sources))
+    batch = "batch: {context_length: 8, global_samples: 1}\n"
+    listed = "".join(f"  - {json.dumps(source)}\n" for source in sources)
+    for text, place in ((f"sources:\n{listed}", "job.yaml:3"), ("sources: sources.jsonl\n", "sources.jsonl:2")):
+        file = write(tmp_path / "job.yaml", text + batch)
+        with pytest.raises(SourceError, match=rf"^{tmp_path}/{place}: source 'webb': .* Did you mean 'web.jsonl'\?$"):
+            launch(file, runtime="inline", cache=tmp_path / "cache")
+    sources[1] = sources[0] | {"name": "b", "sample": {"text": "idz", "tokenized": True}}
+    file = write(tmp_path / "job.yaml", f"{batch}sources: {json.dumps(sources)}\n")
+    with pytest.raises(SourceError, match=rf"^{file}:2: source 'b': .* has no column 'idz'"):
+        launch(file, runtime="inline", cache=tmp_path / "cache")
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -242,7 +267,7 @@ def test_every_kind_of_sample_is_read_and_reads_back(tmp_path: Path, written: st
     [
         ("{chat: {loss: al}}", ["sources[0].sample.loss (source 'a') is 'al'", "'assistant', 'all' or 'last'"]),
         ("{chat: {deadline: 0}}", ["sources[0].sample.deadline", "at least 0.01", "Give seconds"]),
-        ("{audio: {sample_rate: 16001}}", ["sources[0].sample.sample_rate", "Write sample_rate=16000"]),
+        ("{audio: {sample_rate: 16001}}", ["sources[0].sample.sample_rate", "Write sample_rate: 16000"]),
         ("{kind: audio, frames_per_token: 3}", ["sources[0].sample.frames_per_token", "is odd"]),
         ("{video: {max_frames: 2}}", ["sources[0].sample.m", "_frames"]),
         ("{video: mp4, fsp: 1}", ["sources[0].sample.fsp", "Did you mean 'fps'?"]),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
@@ -281,3 +281,57 @@ def test_a_name_that_is_not_in_the_vocabulary_is_told(tmp_path: Path) -> None:
 def test_what_is_no_token_is_refused(value: Any) -> None:
     with pytest.raises(SpecError, match=r"bos is .*: this must be true"):
         Text(bos=value)
+
+
+# ---- characters that a tokenizer has no tokens for
+
+
+def learned(*alphabet: str) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=list(alphabet), show_progress=False)
+    tokenizer.train_from_iterator(["abc für"] * 20, trainer)
+    return tokenizer
+
+
+def of_words(*, lowercase: bool = False) -> Tokenizer:
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "[SEP]": 1, "abc": 2, "für": 3}, "[UNK]"))
+    tokenizer.add_special_tokens(["[SEP]"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    if lowercase:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    return tokenizer
+
+
+def sentence_piece() -> Tokenizer:
+    pieces = [("<unk>", 0.0), *((piece, -1.0) for piece in ("▁", "a", "b", "c", "▁abc"))]
+    tokenizer = Tokenizer(models.Unigram(pieces, 0))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer
+
+
+def without_decoder(tokenizer: Tokenizer) -> Tokenizer:
+    content = json.loads(tokenizer.to_str())
+    return Tokenizer.from_str(json.dumps(content | {"decoder": None}))
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text", "lost"),
+    [
+        (learned(), "für <abc> für\n漢", "<>漢"),
+        (learned(), "Å", "Å"),  # its first byte is one of those of ü, its second is not known
+        (without_decoder(learned()), "für <abc>", "<>"),
+        (PLAIN, "abc é e\u0301 漢 \x00 🙂 </s>", ""),
+        (without_decoder(PLAIN), "abc é 漢 🙂", ""),
+        (of_words(), "abc xyz für", "xyz"),
+        (of_words(), "abc ABC [SEP]", "ABC"),
+        (of_words(lowercase=True), "ABC fu\u0308r FÜR [SEP]", ""),
+        (sentence_piece(), "abc cab", ""),
+        (sentence_piece(), "abc x", "x"),
+    ],
+)
+def test_lost_characters(tokenizer: Tokenizer, text: str, lost: str, tmp_path: Path) -> None:
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert TextTokenizer(str(tmp_path)).lost_characters([text, ""]) == [lost, ""]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,19 +29,22 @@ from overlord.cli.sources import (
     sum_fits,
     tokens_told,
 )
-from overlord.core.ragged import RowBatch
+from overlord.core.ragged import Ragged, RowBatch
 from overlord.core.samples import SKIP, SampleId
+from overlord.core.spec_errors import list_some
 from overlord.errors import OverlordError, SpecError
-from overlord.job.specs import Audio, ImageSpec, Job, Video
+from overlord.job.specs import Audio, Chat, ImageSpec, Job, Video
 from overlord.readers.files import StoredFile
 from overlord.readers.source_files import LengthSidecars
 from overlord.readers.spill import most_kept
 from overlord.reports.summary import number, percent
 from overlord.roles.source_loader import FEW_SAMPLES, Lengths, fit_context, judge_tolerance
-from overlord.runtimes.launching.deployment import known_lengths
+from overlord.runtimes.launching.deployment import known_lengths, transform_of
 from overlord.transforms.samples.audio import sound_size
+from overlord.transforms.samples.chat import find_template
 from overlord.transforms.samples.images import open_image
 from overlord.transforms.samples.per_sample import no_seeds
+from overlord.transforms.samples.tokenize import TextTokenizer, TokenSpans
 
 FEW_ROWS = 32
 """A source with fewer rows is seen again and again."""
@@ -50,6 +54,8 @@ _NAMED_ROWS = 5
 """Bad rows of a source that get a line of their own."""
 _MANY_EMPTY = 0.1
 _PROBE_BYTES = 1 << 16
+_MARKER = re.compile(r"<\|[^|<>\s]+\|>|<\w+_of_\w+>|</?s>")
+"""What separates turns by the custom of chat templates; other tags in them may be plain text."""
 
 Severity = Literal["error", "warning"]
 Int64s = npt.NDArray[np.int64]
@@ -90,12 +96,36 @@ class _FileFacts:
     """How many of them a batch does not hold as they are in the file, by what happens to them."""
     turned: int = 0
     """Images that their EXIF data would turn, and nothing does."""
+    texts: int = 0
+    """Texts that were tokenized."""
+    lossy: int = 0
+    """Those of which the tokens do not hold all characters."""
+    lost: dict[str, None] = field(default_factory=dict[str, None])
+    """The characters that they do not hold, the first ones first."""
+    markers: set[str] = field(default_factory=set[str])
+    """What the chat template of the job wrote to separate turns."""
     broken: str | None = None
 
     @property
     def looked_at(self) -> int:
         """Rows that were measured and decoded."""
         return self.fit.rows
+
+
+class _Listening(TextTokenizer):
+    """The tokenizer of a job, which keeps the texts that it is given."""
+
+    def __init__(self, of: TextTokenizer) -> None:
+        self.__dict__.update(of.__dict__)
+        self.texts: list[str] = []
+
+    def encode(self, texts: Sequence[str], *, special_tokens: bool) -> Ragged:
+        self.texts += texts
+        return super().encode(texts, special_tokens=special_tokens)
+
+    def encode_spans(self, texts: Sequence[str], *, special_tokens: bool) -> TokenSpans:
+        self.texts += texts
+        return super().encode_spans(texts, special_tokens=special_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +201,8 @@ def _one_line(finding: Finding) -> Finding:
 
 def _look_into(one: Opened, number: int, rows: int, lengths: Lengths | None) -> _FileFacts:
     facts, files = _FileFacts(), one.files
+    heard = None if one.tokenizer is None else _Listening(one.tokenizer)
+    one = replace(one, transform=transform_of(one.source, heard))
     try:
         blocks = files.blocks(number)
         facts.rows = int(blocks.rows.sum())
@@ -180,7 +212,11 @@ def _look_into(one: Opened, number: int, rows: int, lengths: Lengths | None) -> 
         facts.is_cut = blocks.has_large(one.source.shuffle_bytes)
         facts.spills = files.spills_parts(number)
         for first, part in first_rows(files, number, rows, _BATCH_ROWS):
+            if heard is not None:
+                heard.texts.clear()
             _look_at_rows(one, part, first, lengths, facts)
+            if heard is not None:
+                _look_at_texts(one, heard, facts)
     except OverlordError as error:
         facts.broken = str(error)
     return facts
@@ -221,6 +257,42 @@ def _look_at_rows(one: Opened, rows: RowBatch, first: int, lengths: Lengths | No
     facts.fit.add(measured, delivered, flags)
 
 
+def _look_at_texts(one: Opened, tokenizer: _Listening, facts: _FileFacts) -> None:
+    texts, spec = list(filter(None, tokenizer.texts)), one.source.sample
+    lost = tokenizer.lost_characters(texts)
+    facts.texts += len(texts)
+    facts.lossy += sum(map(bool, lost))
+    facts.lost |= dict.fromkeys("".join(lost))
+    # The template of the tokenizer's own folder is what its model was trained with.
+    if isinstance(spec, Chat) and spec.template is not None and spec.template not in tokenizer.chat_templates:
+        template = find_template(spec, tokenizer)
+        facts.markers |= {mark for text in texts for mark in _MARKER.findall(text) if mark in template}
+
+
+def _texts_altered(one: Opened, facts: Sequence[_FileFacts]) -> list[Finding]:
+    """Tell of what a model never sees of texts as they are written: lost characters, and markers of turns."""
+    found = list[Finding]()
+    lost = list(dict.fromkeys(character for f in facts for character in f.lost))
+    if lost:
+        rows = f"{sum(f.lossy for f in facts)} of {number(sum(f.texts for f in facts), 'text')} looked at"
+        message = (
+            f"the tokenizer has no tokens for {number(len(lost), 'character')} ({list_some(lost, 8)}): in {rows} they "
+            "vanish or become unknown. Use a tokenizer that has them; a byte-level one is trained with "
+            "initial_alphabet=pre_tokenizers.ByteLevel.alphabet()"
+        )
+        found.append(Finding("warning", one.source.name, message))
+    cut = {mark: len(one.tokenizer.encode([mark], special_tokens=False)[0])
+           for mark in sorted({m for f in facts for m in f.markers}) if one.tokenizer is not None}  # fmt: skip
+    several = [f"{mark} (as {number(tokens, 'token')})" for mark, tokens in cut.items() if tokens != 1]
+    if several:
+        message = (
+            f"the chat template writes {', '.join(several)}, and the tokenizer has no token for each, so that turns "
+            "are hard to tell from text. Add them to the tokenizer as special tokens, or use the template of its model"
+        )
+        found.append(Finding("warning", one.source.name, message))
+    return found
+
+
 def _judge_source(job: Job, one: Opened, facts: Sequence[_FileFacts]) -> list[Finding]:
     name, findings = one.source.name, list[Finding]()
     for file, found in zip(one.files.files, facts, strict=True):
@@ -238,6 +310,7 @@ def _judge_source(job: Job, one: Opened, facts: Sequence[_FileFacts]) -> list[Fi
     elif rows < FEW_ROWS and not broken:
         few = f"tiny: {number(rows, 'row')}; the model sees the same samples again and again"
         findings.append(Finding("warning", name, few))
+    findings += _texts_altered(one, facts)
     findings += _media_altered(name, facts)
     findings += _never_fits(job, one, sum_fits([f.fit for f in facts]), rows)
     if looked and (pair := borders_left_out(one)) is not None and not any(f.bordered for f in facts):

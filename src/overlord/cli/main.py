@@ -43,6 +43,7 @@ from overlord.cli.options import (
     load,
     simulate_options,
     store_path,
+    within,
 )
 from overlord.cli.output import Screen, check_writable, command, default_report, labelled, show_error, write_text
 from overlord.core.place_tree import ClientPlaceTree
@@ -87,7 +88,7 @@ def demo(
     folder: Annotated[Path, typer.Option(help="Where the data, the job file and the report go.")] = Path(
         "overlord-demo"
     ),
-    steps: Annotated[int, typer.Option(min=1, help="Steps to run.")] = 30,
+    steps: Annotated[int, typer.Option(callback=within(1), help="Steps to run.")] = 30,
     mesh: Annotated[str, typer.Option(help="Sizes of the axes.")] = "dp=2,cp=2,tp=2",
     cache: Cache = CACHE,
     scale: Annotated[float, typer.Option(hidden=True, help="Samples relative to the full demo.")] = 1.0,
@@ -165,7 +166,7 @@ def profile(
     job: JobPath,
     flags: Flags,
     samples: Annotated[
-        int, typer.Option("--samples", min=1, help="Samples of each source, at most about.")
+        int, typer.Option("--samples", callback=within(1), help="Samples of each source, at most about.")
     ] = PROFILED_SAMPLES,
     seconds: Annotated[
         float, typer.Option("--seconds", help="Seconds for each source, at most about.")
@@ -226,7 +227,7 @@ def profile(
             screen.show(shown)
     screen.give(told)
     for words in failed.values():
-        show_error(SourceError(words), as_json=False)
+        show_error(SourceError(loaded.locate(words)), as_json=False)
     if failed:
         raise typer.Exit(2)
 
@@ -271,7 +272,9 @@ def run(
     flags: Flags,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Steps to run; else launch.steps of the job file, else {DEFAULT_STEPS}."),
+        typer.Option(
+            callback=within(1), help=f"Steps to run; else launch.steps of the job file, else {DEFAULT_STEPS}."
+        ),
     ] = None,
     cpus: Cpus = None,
     resume: Resume = False,
@@ -386,7 +389,7 @@ def dashboard(
         str, typer.Argument(metavar="ADDRESS", help="What `overlord serve` shows, or its address file.")
     ],
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Where the page is served; 0 takes any that is free.")
+        int, typer.Option(callback=within(0, 65535), help="Where the page is served; 0 takes any that is free.")
     ] = 9500,
     host: Annotated[
         str, typer.Option(help="The address to listen on; others than this host can then read it.")
@@ -432,7 +435,9 @@ def top(
     address: Annotated[
         str, typer.Argument(metavar="ADDRESS", help="What `overlord serve` shows, or its address file.")
     ],
-    interval: Annotated[float, typer.Option("--interval", min=0.2, help="Seconds between two looks.")] = 2.0,
+    interval: Annotated[
+        float, typer.Option("--interval", callback=within(0.2), help="Seconds between two looks.")
+    ] = 2.0,
     once: Annotated[
         bool, typer.Option("--once", help="Look once and end; so it is where output is no terminal.")
     ] = False,
@@ -452,8 +457,10 @@ def trace(
     out: Annotated[Path, typer.Option("--out", "-o", help="The trace; open it at ui.perfetto.dev.")] = Path(
         "overlord.pftrace"
     ),
-    seconds: Annotated[float, typer.Option("--seconds", min=0.1, help="How long to record.")] = 10.0,
-    interval: Annotated[float, typer.Option("--interval", min=0.01, help="Seconds between two looks.")] = 0.1,
+    seconds: Annotated[float, typer.Option("--seconds", callback=within(0.1), help="How long to record.")] = 10.0,
+    interval: Annotated[
+        float, typer.Option("--interval", callback=within(0.01), help="Seconds between two looks.")
+    ] = 0.1,
     as_json: AsJson = False,
 ) -> None:
     """Record which roles of a running service waited for which, by step, as a trace for Perfetto."""
@@ -497,6 +504,7 @@ def list_sources(
     screen.give({"job": str(job), "sources": found})
     errors = [one.error for one in opened if one.error is not None]
     for error in errors:
+        error.args = (loaded.locate(str(error)),)
         show_error(error, as_json=False)
     if errors:
         raise typer.Exit(2)
@@ -506,7 +514,7 @@ def list_sources(
 def preview(
     job: JobPath,
     source: Annotated[str | None, typer.Argument(metavar="SOURCE", help="Only this one.", show_default=False)] = None,
-    rows: Annotated[int, typer.Option("--rows", min=1, max=1000, help="Samples of each source.")] = 3,
+    rows: Annotated[int, typer.Option("--rows", callback=within(1, 1000), help="Samples of each source.")] = 3,
     html: Annotated[Path | None, typer.Option("--html", help="Also write a page with pictures.")] = None,
     cache: Cache = CACHE,
     as_json: AsJson = False,
@@ -531,7 +539,9 @@ def preview(
 @sources_app.command()
 def lint(
     job: JobPath,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of every file that are measured and decoded.")] = 200,
+    rows: Annotated[
+        int, typer.Option("--rows", callback=within(1), help="Rows of every file that are measured and decoded.")
+    ] = 200,
     cache: Cache = CACHE,
     as_json: AsJson = False,
 ) -> None:
@@ -545,8 +555,10 @@ def lint(
     findings = result.findings
     errors = sum(finding.severity == "error" for finding in findings)
     colours = {"error": "bold red", "warning": "yellow"}
+    places = {f: loaded.places.get(f"source {f.source!r}") for f in findings if f.severity == "error"}
     lines: list[tuple[tuple[str, str], str]] = [
-        ((f.severity, colours[f.severity]), f" {f.source}: {f.message}") for f in findings
+        ((f.severity, colours[f.severity]), f" {f.source}{f' ({at})' if (at := places.get(f)) else ''}: {f.message}")
+        for f in findings
     ]
     lines += [(("note", "dim"), f" {words}") for words in result.media_tokens]
     for line in lines if not as_json else ():
@@ -645,10 +657,11 @@ def show_steps(
         typer.Argument(metavar="[JOB]", help="The job file; a store has its own copy.", show_default=False),
     ] = None,
     step: Annotated[
-        int | None, typer.Option("--step", min=0, help="The step; else the newest of the store.", show_default=False)
+        int | None,
+        typer.Option("--step", callback=within(0), help="The step; else the newest of the store.", show_default=False),
     ] = None,
     rank: Annotated[
-        int | None, typer.Option("--rank", min=0, help="Only what this rank got.", show_default=False)
+        int | None, typer.Option("--rank", callback=within(0), help="Only what this rank got.", show_default=False)
     ] = None,
     sample: Annotated[
         str | None,
@@ -659,7 +672,9 @@ def show_steps(
     state: Annotated[
         Path | None, typer.Option("--state", help="A state file instead of a store; needs JOB.", show_default=False)
     ] = None,
-    texts: Annotated[int, typer.Option("--texts", min=0, help="Samples whose text and pictures are shown.")] = 4,
+    texts: Annotated[
+        int, typer.Option("--texts", callback=within(0), help="Samples whose text and pictures are shown.")
+    ] = 4,
     html: Annotated[Path | None, typer.Option("--html", help="Also write a page with texts and pictures.")] = None,
     cache: Cache = CACHE,
     as_json: AsJson = False,
@@ -703,7 +718,7 @@ def diff_steps(
     first: Annotated[str, typer.Argument(metavar="STORE", help="The store of a run.", show_default=False)],
     second: Annotated[str, typer.Argument(metavar="STORE", help="The store of another.", show_default=False)],
     from_step: Annotated[
-        int | None, typer.Option("--from", min=0, help="Compare from this step on.", show_default=False)
+        int | None, typer.Option("--from", callback=within(0), help="Compare from this step on.", show_default=False)
     ] = None,
     cache: Cache = CACHE,
     as_json: AsJson = False,

@@ -17,7 +17,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 from pydantic import model_validator
 
-from overlord.cli.output import Screen
+from overlord.cli.output import Screen, current_command
 from overlord.core.spec_errors import conflict
 from overlord.errors import SpecError
 from overlord.job.layout_specs import DEFAULT_CACHE, Layout
@@ -39,13 +39,32 @@ def _remember_json(ctx: typer.Context, value: bool) -> bool:
     return value
 
 
+def within(low: float, high: float = math.inf) -> Callable[[typer.CallbackParam, Any], Any]:
+    """Return a callback that refuses a flag's number outside of some limits."""
+
+    def check(param: typer.CallbackParam, value: Any) -> Any:
+        if value is not None and not low <= value <= high:
+            limits = f"{low:g} or more" if math.isinf(high) else f"{low:g} to {high:g}"
+            raise SpecError(f"{param.opts[0]} is {value}, which is out of range. Give {limits}.")
+        return value
+
+    return check
+
+
 AsJson = Annotated[
     bool,
     typer.Option("--json", callback=_remember_json, is_eager=True, help="One JSON object on standard output."),
 ]
 JobPath = Annotated[Path, typer.Argument(metavar="JOB", help="A job file: YAML, JSON or Python.", show_default=False)]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest snapshot in the store.")]
-Cache = Annotated[Path, typer.Option("--cache", envvar="OVERLORD_CACHE", help="Folder of indices and length sidecars.")]
+Cache = Annotated[
+    Path,
+    typer.Option(
+        "--cache",
+        envvar="OVERLORD_CACHE",
+        help="Folder of indices and length sidecars; by default overlord in XDG_CACHE_HOME, or else in ~/.cache.",
+    ),
+]
 Cpus = Annotated[
     int | None, typer.Option("--cpus", help="Workers that all sources may have together.", show_default=False)
 ]
@@ -183,6 +202,9 @@ def load(path: Path, screen: Screen) -> JobFile:
     """
     with screen.progress(), screen.user_code():
         loaded = load_job_file(path)
+    ends = current_command()
+    if ends is not None:
+        ends.enter_context(loaded.located())
     return dataclasses.replace(loaded, job=completed(loaded.job))
 
 

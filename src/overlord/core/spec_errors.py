@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeGuard, cast
@@ -55,6 +56,15 @@ def conflict(text: str, *at: Any) -> Fault:
     return Fault(text, at=at, show_value=False)
 
 
+def nearest(word: object, known: Iterable[str]) -> str | None:
+    """Return the known word nearest to a wrong one, or None where none is like it."""
+    words = list(known)
+    # The beginning of a long word is less alike to it, letter by letter, than a misspelt one.
+    longer = [one for one in words if word and one.startswith(str(word))]
+    near = longer if len(longer) == 1 else difflib.get_close_matches(str(word), words, n=1, cutoff=0.6)
+    return near[0] if near else None
+
+
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the known word nearest to a wrong one, or "".
 
@@ -62,11 +72,19 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
         >>> did_you_mean("shufle_bytes", ["shuffle_bytes", "tolerance"])
         " Did you mean 'shuffle_bytes'?"
     """
-    words = list(known)
-    # The beginning of a long word is less alike to it, letter by letter, than a misspelt one.
-    longer = [one for one in words if word and one.startswith(str(word))]
-    near = longer if len(longer) == 1 else difflib.get_close_matches(str(word), words, n=1, cutoff=0.6)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    near = nearest(word, known)
+    return "" if near is None else f" Did you mean {near!r}?"
+
+
+def in_yaml(text: str) -> str:
+    """Return a message with its `field=value` as a YAML file has them.
+
+    Example:
+        >>> in_yaml('Give tokenizer="tokenizer.json" or set tokenized=True (size=224); dt=1/a=2 too')
+        'Give tokenizer: "tokenizer.json" or set tokenized: true (size: 224); dt: 1/a=2 too'
+    """
+    spelled = r"(?<![^\s(])([a-z_]+)=(True|False|(?=[\w\"'\[{]))"
+    return re.sub(spelled, lambda found: f"{found[1]}: {found[2].lower()}", text)
 
 
 def name_choices(words: Sequence[str]) -> str:

@@ -453,11 +453,12 @@ class DataLoader:
     def _launch(self) -> str:
         from overlord.session import launch
 
-        job, given = cast("JobFile", self._job).job, cast("Launch", self._launch_options)
+        job, given = cast("JobFile", self._job), cast("Launch", self._launch_options)
         options = {name: getattr(given, name) for name in given.known_keys()}
         if self._step is not None:  # a state was loaded
             options["state"] = self._state
-        self._service = launch(job, **options | {"mesh": self._mesh})
+        with job.located():
+            self._service = launch(job.job, **options | {"mesh": self._mesh})
         return self._service.address or ""
 
     def _connect(self, address: str) -> Client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -22,8 +23,9 @@ Placement = Literal["auto", "loader", "constructor"]
 """Where the media of a source are decoded."""
 OnSourceFailure = Literal["stop", "park", "reweight"]
 """What happens to a source that cannot be read: the run stops; it is parked until it is back; it is parked for good."""
-DEFAULT_CACHE = "~/.cache/overlord"
-"""Folder for the indices of files."""
+_XDG = os.environ.get("XDG_CACHE_HOME", "")
+DEFAULT_CACHE = os.path.join(_XDG if os.path.isabs(_XDG) else "~/.cache", "overlord")
+"""Folder for the indices of files. Where XDG_CACHE_HOME is a relative path, its specification says to ignore it."""
 DEFAULT_HEARTBEAT_S = 5.0
 """Silence of a role after which it is replaced. All time limits of the runtimes are derived from it."""
 

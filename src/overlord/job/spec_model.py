@@ -35,6 +35,7 @@ from overlord.core.spec_errors import (
     is_whole,
     list_some,
     name_choices,
+    nearest,
 )
 from overlord.errors import SpecError
 
@@ -166,28 +167,34 @@ class Spec(BaseModel):
     def _check_keys(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        known = cls.known_keys()
+        known, given = cls.known_keys(), cast("Mapping[Any, Any]", data)
+        # A required key that is misspelt is checked as what it was meant to be: it must not be told as missing too.
+        needed = {field.alias or name for name, field in cls.model_fields.items() if field.is_required()}
+        near = {nearest(key, known): value for key, value in given.items() if key not in known}
+        meant = {
+            key: (given if key in given else near)[key] for key in known if key in given or key in needed & near.keys()
+        }
         faults = [
             conflict(
                 f"unknown key; it would be ignored and {cls.__name__} would not do what you asked."
                 f"{did_you_mean(key, known)} Known keys: {', '.join(known)}",
                 key,
             )
-            for key in cast("Mapping[Any, Any]", data)
+            for key in given
             if key not in known
         ]
         for name, field in cls.model_fields.items():
             key = field.alias or name
-            if field.is_required() and key not in data:
+            if key in needed and key not in meant:
                 words = field_docs(cls).get(name, "")
                 about = f" ({words.splitlines()[0].rstrip('.')})" if words else ""
                 faults.append(conflict(f"missing{about}; without it {cls.__name__} has no meaning. Add it", key))
         if faults:
             details = [_detail((), fault, data) for fault in faults]
-            missing = any(fault.at[0] not in data for fault in faults)
+            missing = any(fault.at[0] not in given for fault in faults)
             try:  # what is wrong with the other keys is told at the same time
                 if not missing:
-                    cls.__pydantic_validator__.validate_python({key: data[key] for key in known if key in data})
+                    cls.__pydantic_validator__.validate_python(meant)
             except ValidationError as error:
                 details += _details(error)
             raise ValidationError.from_exception_data(cls.__name__, details)
@@ -375,7 +382,7 @@ def as_finite(value: object) -> float:
     """Return a finite float, or raise a Fault."""
     number = as_number(value)
     if not is_finite(number):
-        raise Fault("this must be a finite number")
+        raise Fault("this must be a finite number. Write it in digits, such as 0.3")
     return float(number)
 
 

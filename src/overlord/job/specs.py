@@ -129,8 +129,8 @@ class Join(Spec):
         for name, given in (("key", self.key is not None), ("missing", self.missing != "bad")):
             if given and self.by is None:
                 raise conflict(
-                    f"{getattr(self, name)!r} would not be used: without by= rows are joined by their numbers. Give "
-                    f"the column of the source that holds the key as by=, or leave {name} out",
+                    f"{getattr(self, name)!r} would not be used: without by rows are joined by their numbers. Give "
+                    f"the column of the source that holds the key as by, or leave {name} out",
                     name,
                 )
         return self
@@ -302,7 +302,7 @@ class Batch(Spec):
             found = "neither is given" if self.global_tokens is None else "both are given"
             raise conflict(
                 f"a step is measured by global_tokens or by global_samples, but {found}; its size would be "
-                "unclear. Give exactly one, such as global_tokens=2**20",
+                "unclear. Give exactly one, such as global_tokens=1048576",
                 "global_tokens",
             )
         for name, value in (("global_tokens", self.global_tokens), ("microbatch_tokens", self.microbatch_tokens)):
@@ -459,7 +459,7 @@ def _check_tokenizer(job: Job) -> None:
         sample = source.sample
         if isinstance(sample, Custom) or (isinstance(sample, Text) and sample.tokenized):
             continue
-        ready = f", or write {sample!r} with tokenized=True if the column already holds token ids"
+        ready = ", or add tokenized=True to its sample if the column already holds token ids"
         raise conflict(
             f"missing, but source {source.name!r} holds text; it could be neither counted nor packed. Give "
             f'tokenizer="tokenizer.json" or a Hugging Face tokenizer folder{ready if isinstance(sample, Text) else ""}',
@@ -494,7 +494,8 @@ def tokenizer_file(path: str) -> Path:
     if not file.is_file():
         raise SpecError(
             f"tokenizer: {path!r} is neither a tokenizer.json nor a folder with one; no text could be turned into "
-            "tokens. Give the path of a tokenizer.json or of a Hugging Face tokenizer folder."
+            "tokens. Give the path of a tokenizer.json or of a Hugging Face tokenizer folder; a name on the Hub is not "
+            "downloaded: AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) of transformers writes the folder."
         )
     return file
 

@@ -12,11 +12,13 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, Protocol
 
 import pyarrow as pa
 from pyarrow import fs
 
+from overlord.core.spec_errors import did_you_mean, nearest
 from overlord.errors import ReaderError, SourceError, SpecError
 from overlord.storage import StorageOptions, check_options, filesystem_of
 
@@ -233,7 +235,7 @@ def _no_file(path: str, beside: Sequence[str], format: str | None) -> SourceErro
     if not beside:
         return SourceError(
             f"{path!r} matches no file; the source would have no samples. "
-            "Check the spelling and that this host can see it."
+            f"Check the spelling and that this host can see it.{_near_miss(path)}"
         )
     names = [name.rsplit("/", 1)[-1] for name in beside]
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
@@ -256,6 +258,21 @@ def _no_file(path: str, beside: Sequence[str], format: str | None) -> SourceErro
         f"{tables if any(name.lower().endswith(_TABLES) for name in names) else ''} Convert the files, or set format "
         "if only their names differ."
     )
+
+
+def _near_miss(path: str) -> str:
+    """Return which file or folder of this host a path that leads nowhere may have meant."""
+    whole = Path(path).expanduser()
+    lost = next((part for part in (*reversed(whole.parents), whole) if not part.exists()), None)
+    if lost is None or "://" in path or _WILDCARD.search(lost.name):
+        return ""
+    try:
+        names = os.listdir(lost.parent)
+    except OSError:
+        return ""
+    # Two names are not alike only because both end in .jsonl.
+    stem = nearest(lost.stem, {Path(name).stem for name in names})
+    return did_you_mean(lost.name, [name for name in names if Path(name).stem == stem])
 
 
 def _list_one(

@@ -98,7 +98,8 @@ def why_no_row(file: StoredFile) -> str | None:
     text = first.decode("utf-8-sig", "replace").strip()
     if text.startswith("["):
         return "it holds a JSON array, and JSON lines are read: one object a line, without commas between them"
-    return f"none of its first lines is a JSON object (line 1 begins with {text[:40]!r})"
+    shown = repr(first[:20])[1:] if "\N{REPLACEMENT CHARACTER}" in text[:40] else repr(text[:40])
+    return f"none of its first lines is a JSON object (line 1 begins with {shown})"
 
 
 def _head(file: StoredFile) -> list[dict[str, Any]]:

@@ -42,6 +42,7 @@ from overlord.core.ragged import (
     unread_rows,
 )
 from overlord.core.samples import BAD, SKIP
+from overlord.core.spec_errors import did_you_mean
 from overlord.errors import SpecError
 from overlord.job.sample_specs import ChatLoss
 from overlord.job.specs import Chat, ImageChat, Job
@@ -328,10 +329,12 @@ def template_text(template: str, known: tuple[str, ...] = ()) -> str:
     try:
         return Path(template).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        names = ", ".join(map(repr, (*BUILTIN_TEMPLATES, *known)))
+        names = (*BUILTIN_TEMPLATES, *known)
+        why = "" if isinstance(error, FileNotFoundError) else f" ({getattr(error, 'strerror', None) or error})"
         raise SpecError(
-            f"Chat: template {template!r} is neither a known name ({names}), nor a readable file ({error}), nor Jinja "
-            "text; messages could not become text. Give one of them."
+            f"Chat: template {template!r} is neither a known name ({', '.join(map(repr, names))}), nor a readable "
+            f"file{why}, nor Jinja text; messages could not become text.{did_you_mean(template, names)} Give one of "
+            "them."
         ) from error
 
 

@@ -59,8 +59,8 @@ def make_transform(source: Source, tokenizer: TextTokenizer | None, isolate: Iso
         return TextTransform(spec, tokenizer)
     if tokenizer is None:
         raise SpecError(
-            f"source {source.name!r}: its text must be tokenized, but the job has no tokenizer; set tokenizer= to a "
-            "tokenizer.json, or give a column that holds token ids and Text(..., tokenized=True)."
+            f"source {source.name!r}: its text must be tokenized, but the job has no tokenizer; give a tokenizer.json "
+            "as tokenizer, or name a column that holds token ids and add tokenized=True to the sample."
         )
     if isinstance(spec, ImageChat):
         return ImageChatTransform(spec, tokenizer, ImageValues.of(source), isolate)

@@ -49,6 +49,7 @@ DEFAULT_TEMPLATE = "default"
 
 _CONFIG = "tokenizer_config.json"
 _SPECIAL_MAP = "special_tokens_map.json"
+_SPACE_SIGN = "\N{LOWER ONE EIGHTH BLOCK}"  # what SentencePiece writes for a space
 _OWN_DECODER = "added_tokens_decoder"  # where a config has it, special_tokens_map.json is a leftover
 
 
@@ -145,6 +146,41 @@ class TextTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text that token ids stand for, special tokens as they are written."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    @functools.cached_property
+    def _unknown(self) -> int | None:
+        """The id of what stands for anything that the vocabulary does not have, if the tokenizer has one."""
+        model = json.loads(self._tokenizer.to_str())["model"]
+        named = model.get("unk_token")
+        return model.get("unk_id") if named is None else self.find(named)
+
+    def lost_characters(self, texts: Sequence[str]) -> list[str]:
+        """Return the characters of each text that its tokens do not hold: they vanish, or become the unknown token.
+
+        What the tokenizer changes on purpose is not lost: its normalizer's form of a text is what is looked for. White
+        space is not looked for, nor the sign that some normalizers write for it.
+        """
+        normalizer, has_decoder = self._tokenizer.normalizer, self._tokenizer.decoder is not None
+        found: list[str] = []
+        for text, made in zip(texts, self._tokenizer.encode_batch(list(texts), add_special_tokens=False), strict=True):
+            spans = [(token == self._unknown, *span) for token, span in zip(made.ids, made.offsets, strict=True)]
+            lost = "".join(text[begin:end] for unknown, begin, end in spans if unknown)
+            normal = text if normalizer is None else normalizer.normalize_str(text)
+            if has_decoder:
+                decoded = self.decode(made.ids)
+                # Special tokens keep their case where the normalizer has changed that of the text.
+                lost += "".join(set(normal).difference(decoded, decoded.lower()))
+            else:  # the tokens of bytes would not become characters again
+                held = {at for _, begin, end in spans for at in range(begin, end)}
+                lost += "".join(one for at, one in enumerate(text) if at not in held and one in normal)
+            found.append(
+                "".join(
+                    dict.fromkeys(
+                        one for one in normal + lost if one in lost and not (one.isspace() or one == _SPACE_SIGN)
+                    )
+                )
+            )
+        return found
 
     def id_of(self, token: str | int, field: str) -> int:
         """Return the id of a token of the vocabulary; `field` is the field of the sample that names it.
