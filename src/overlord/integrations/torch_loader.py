@@ -147,7 +147,7 @@ class DataLoader:
         if self._launch_options is not None and not self._shared:  # ranks that share a service fail together, later
             from overlord.session import service_options
 
-            service_options(self._job.job, self._launch_options.model_copy(update={"state": None}))
+            service_options(cast("JobFile", self._job).job, self._launch_options.model_copy(update={"state": None}))
         self._state: Mapping[str, Any] | None = None
         self._step: int | None = None
         self._closed = False

@@ -229,6 +229,10 @@ class Blocks(Protocol):
         """Drop the indices held in memory."""
         ...
 
+    def place(self, sample: SampleId) -> str:
+        """Return the file and row of a sample, in brackets behind what a message says of it."""
+        ...
+
 
 class GroupReader:
     """Reads the rows of one group; its position only moves forward."""

@@ -225,7 +225,8 @@ def _inputs(
     known = list(state["changes"]) if isinstance(state["changes"], list) else [state["changes"]]
     changes = changes_from_json(with_changes(known, changes_of(records)), job)
     reports = _with_reports(state["reports"], records)
-    kept = [change for change in changes if change.mesh is None or (point.replays and change.at > point.replay_to)]
+    begin = point.replay_to or 0  # the launch has the mesh of this step
+    kept = [change for change in changes if change.mesh is None or (point.replays and change.at > begin)]
     if point.mesh is not None:  # a change like any other, so that a recovery of the new lineage finds it
         assert point.replay_to is not None
         kept.append(Change("mesh", point.replay_to, mesh=point.mesh))
