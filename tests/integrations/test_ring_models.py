@@ -61,6 +61,7 @@ def train_hf(rank: int, kinds: list[str]) -> tuple[list[Tensor], set[int]]:
     return found, shared
 
 
+@pytest.mark.slow
 def test_llama_and_qwen2_train_over_rings_as_alone(tmp_path):
     kinds = ["Llama", "Qwen2"]
     found = run_ranks(train_hf, WORLD, tmp_path, kinds)

@@ -403,7 +403,7 @@ def plans(service, stop, states=None, silent=()):
     return seen
 
 
-@pytest.mark.parametrize("name", FOLLOWING)
+@pytest.mark.parametrize("name", ["cost", pytest.param("strategy", marks=pytest.mark.slow)])
 def test_plans_that_follow_the_reports_resume_bit_exactly(name, ids_job, cache):
     options = {"cache": cache, "mesh": ol.ClientPlaceTree(dp=2), "strategy": FOLLOWING[name]}
     job, states = ids_job.replace(lag=LAG), {}

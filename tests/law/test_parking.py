@@ -245,6 +245,7 @@ def test_a_stream_whose_sources_are_all_parked_waits_for_one_to_return(ids_job, 
         assert late == [at]
 
 
+@pytest.mark.slow
 def test_a_source_returns_where_the_stream_stopped_though_a_crash_came_between(ids_job, cache):
     """Steps that may have been handed out before a crash do not change, but none was where no source could be drawn."""
     with ol.launch(ids_job, cache=cache) as service, service.client() as client:

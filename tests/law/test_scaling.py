@@ -166,12 +166,13 @@ def check_scaled(seen: Seen) -> None:
 @pytest.mark.parametrize(
     "runs",
     [
-        pytest.param({"runtime": "local"}, marks=pytest.mark.slow),
+        {"runtime": "local"},
         PROCESSES,
-        pytest.param({"runtime": "ray"}, marks=[pytest.mark.ray, pytest.mark.slow]),
+        pytest.param({"runtime": "ray"}, marks=pytest.mark.ray),
     ],
     ids=["local", "processes", "ray"],
 )
+@pytest.mark.slow
 def test_the_stream_is_the_same_with_scaling_and_resumes(slow, cache, expected, runs, request):
     if runs["runtime"] == "ray":
         runs = {**runs, "address": request.getfixturevalue("ray_address")}
