@@ -17,7 +17,6 @@ from overlord.cli.main import app
 from overlord.cli.steps import Delivered, find_sample, rows_of
 from overlord.job_files import LaunchOptions, dump_job_yaml
 from overlord.planning.costs import llama_12b
-from overlord.planning.warm import warm_launch
 from overlord.roles.client import TOKEN_KEYS
 from overlord.roles.data_constructor import DataConstructor
 from overlord.roles.drawer import Drawer
@@ -110,14 +109,6 @@ def test_the_rows_that_are_shown_are_of_all_ranks(run, monkeypatch):
     found = {row["sample"]: row for row in shown("--store", run[0], "--step", 0, "--texts", 0)["rows"]}
     for sample, _, microbatch, place, *_ in table:
         assert (found[sample]["microbatch"], found[sample]["position"]) == (int(microbatch), int(place))
-
-
-def test_an_inline_launch_loads_only_the_kernels_that_it_calls(ids_job, cache):
-    """A replay of one step (`overlord steps show`) is over before the others would be loaded."""
-    before = warm_launch.cache_info()
-    with ol.launch(ids_job, runtime="inline", cache=cache) as service:
-        next(service.client(0))
-    assert warm_launch.cache_info() == before
 
 
 def test_a_state_shows_what_follows_it(run, mixed_job, tmp_path):

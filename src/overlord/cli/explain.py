@@ -56,7 +56,6 @@ from overlord.roles.source_loader import rows_at_once
 from overlord.runtimes.hosts.loader_fleet import LoaderFleet
 from overlord.runtimes.hosts.peers import PLANNER, loader_name
 from overlord.runtimes.hosts.prefetch import Executors, InlineExecutor, SerialWorkers, ThreadWorkers
-from overlord.runtimes.hosts.role_host import RoleEnvironment
 from overlord.runtimes.launching.deployment import (
     Prepared,
     base_weights,
@@ -689,9 +688,6 @@ class _ExplainEnvironment(CallerEnvironment):
 
     def prepare(self, job: Job, options: ServiceOptions, **given: Any) -> Prepared:
         return super().prepare(job, options, **given | {"isolate_reader": isolated()})
-
-    def load_kernels(self, prepared: Prepared) -> None:
-        RoleEnvironment.load_kernels(self, prepared)  # at once: the CPU time of reading and planning is measured
 
 
 def steps_to_plan(job: Job, strategy: Strategy | None, wanted: int) -> tuple[int, list[str]]:

@@ -588,7 +588,7 @@ def step_tables(shown: ShownStep, *, pictures: bool) -> list[RenderableType]:
     """Return a step for the terminal."""
     total = sum(row.cost for row in shown.rows) or 1
     heads = ("sample", "ranks", "microbatch", "place", "tokens", "media", "epoch", "share of cost")
-    listed = _of_every_rank(shown.rows, SHOWN_ROWS)
+    chosen = _of_every_rank(shown.rows, SHOWN_ROWS)
     rows = [
         Row(
             row.sample + (f" from token {row.first_token:,}" if row.first_token else ""),
@@ -602,7 +602,7 @@ def step_tables(shown: ShownStep, *, pictures: bool) -> list[RenderableType]:
                 share(row.cost / total) + (" [red]bad[/red]" if row.bad else ""),
             ),
         )
-        for row in listed
+        for row in chosen
     ]
     tokens = sum(row.tokens for row in shown.rows)
     title = (
@@ -611,9 +611,9 @@ def step_tables(shown: ShownStep, *, pictures: bool) -> list[RenderableType]:
     )
     # As text, not as the title of the table, whose width it would be folded to.
     parts: list[RenderableType] = [escape(title), terminal_table(None, heads, rows, left=("ranks",))]
-    if len(listed) < len(shown.rows):
+    if len(chosen) < len(shown.rows):
         parts.append(
-            f"{len(shown.rows) - len(listed):,} more rows: --rank RANK shows all of one rank, --json and --html all of "
+            f"{len(shown.rows) - len(chosen):,} more rows: --rank RANK shows all of one rank, --json and --html all of "
             "the step"
         )
     if shown.reported:

@@ -21,7 +21,6 @@ from overlord.runtimes.launching.deployment import (
     IsolateReader,
     Prepared,
     prepare,
-    warm_job,
 )
 from overlord.runtimes.launching.service_options import ServiceOptions
 from overlord.runtimes.supervision.cleanup import make_until_gone
@@ -74,13 +73,7 @@ class RoleEnvironment:
 
     def prepare(self, job: Job, options: ServiceOptions, **given: Any) -> Prepared:
         """Bring a job into the form its stream is made from; roles of one process may share what comes of it."""
-        prepared = prepare(job, options, **given)
-        self.load_kernels(prepared)
-        return prepared
-
-    def load_kernels(self, prepared: Prepared) -> None:
-        """Load the kernels that a job may need: no step may wait for a compiler."""
-        warm_job(prepared.job, prepared.options.layout)
+        return prepare(job, options, **given)
 
     def open_place(self, store: str, options: StorageOptions | None = None) -> Place:
         """Open the place of a store."""

@@ -430,6 +430,7 @@ def prepare(
     check_launch(job, options)
     transforms = [transform_of(source, tokenizer, isolate, pooled=options.pooled) for source in job.sources]
     digest = tokenizer.digest if tokenizer else ""
+    warm_job(job, options.layout)  # no step may wait for a compiler; a wrong job need not either
     given = {kind: getattr(options, kind) for kind in HOOK_KINDS}
     hooks = {kind: RunningHook(hook, kind, job.seed) for kind, hook in given.items() if hook is not None}
     cache = IndexCache(Path(options.cache) / "index", options.budget_bytes // GROUPS_OF_BUDGET)

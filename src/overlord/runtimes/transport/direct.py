@@ -23,7 +23,7 @@ from overlord.runtimes.hosts.prefetch import Executors, SerialWorkers
 from overlord.runtimes.hosts.role_host import RoleEnvironment
 from overlord.runtimes.hosts.shared_planner import Pace
 from overlord.runtimes.launching.cluster_placement import Site
-from overlord.runtimes.launching.deployment import IsolateReader, Prepared, tell_of_compiling
+from overlord.runtimes.launching.deployment import IsolateReader, Prepared
 from overlord.runtimes.launching.service_options import Progress, ServiceOptions
 from overlord.runtimes.supervision.process_workers import ProcessWorkers
 from overlord.runtimes.supervision.reader_processes import ReaderProcesses
@@ -106,10 +106,6 @@ class CallerEnvironment(SharedEnvironment):
 
     def isolate_reader(self, options: ServiceOptions, ends: contextlib.ExitStack) -> IsolateReader | None:
         return None
-
-    def load_kernels(self, prepared: Prepared) -> None:
-        # The caller waits for a kernel whenever it is loaded. With its first use, a replay of one step loads only some.
-        tell_of_compiling()
 
     def pace(self) -> Pace:
         return self._pace
