@@ -233,7 +233,7 @@ def patchify_into(image: UInt8s, patch: int, merge: int, out: UInt8s, *, tempora
         return
     pixels = np.ascontiguousarray(image).reshape(height, -1)
     planes = np.empty((patch * merge, 3, width), np.uint8)
-    _patchify(pixels, patch, merge, temporal, planes, words(planes, np.uint64), words(out, np.uint64))
+    _patchify(pixels, patch, merge, temporal, planes, words(planes, _WORD), words(out, _WORD))
 
 
 @kernel
@@ -260,7 +260,7 @@ def _patchify(
                             inside = min(word * _WORD, patch - _WORD)
                             p, q = np.uintp(first + colour * width + inside), np.uintp(at + inside)
                             for _ in range(patch):
-                                out_words[q] = plane_words[p]
+                                out_words[q].word = plane_words[p].word
                                 p += np.uintp(3 * width)
                                 q += np.uintp(patch)
                         at += patch * patch

@@ -71,7 +71,7 @@ def _along_rows(image: UInt8s, width: int, support: float) -> UInt8s:
     together = min(_ROWS, -(-rows // _STEP) * _STEP)
     turned, done = (np.empty((size, 3 * together), np.uint8) for size in (columns, width))
     out = np.empty((max(rows * width, 2), 3), np.uint8)
-    pairs = [(one.reshape(-1), words(one, np.uint32)) for one in (image, turned, done, out)]
+    pairs = [(one.reshape(-1), words(one, 4)) for one in (image, turned, done, out)]
     _join_columns(*pairs, rows, turned, *joined, done)
     return out[: rows * width].reshape(rows, width, 3)
 
@@ -85,15 +85,16 @@ def _along_columns(image: UInt8s, height: int, support: float) -> UInt8s:
     return out
 
 
-def words(array: UInt8s, kind: type[np.unsignedinteger[Any]]) -> npt.NDArray[Any]:
+def words(array: UInt8s, size: int) -> npt.NDArray[Any]:
     """Return bytes as overlapping words, one beginning at every byte: kernels copy several bytes at a time with them.
 
     Example:
-        >>> words(np.arange(6, dtype=np.uint8), np.uint16).astype("<u2").tobytes().hex()
+        >>> words(np.arange(6, dtype=np.uint8), 2).tobytes().hex()
         '00010102020303040405'
     """
-    # At least two words, or numpy would call them aligned, which is another type to the compiler.
-    return np.ndarray((array.size - np.dtype(kind).itemsize + 1,), kind, array, strides=(1,))
+    # A field of a packed record is what the compiler loads from any address, aligned or not. There are at least two
+    # words: a single one is contiguous, which is another type to the compiler.
+    return np.ndarray((array.size - size + 1,), np.dtype([("word", f"u{size}")]), array, strides=(1,))
 
 
 @kernel
@@ -136,7 +137,7 @@ def _join_columns(
     image: Any, turned: Any, done: Any, out: Any, rows: int, lines: UInt8s, first: Any, count: Any, weights: Any,
     joined: UInt8s,
 ) -> None:  # fmt: skip
-    """Change the width. Arrays come as pairs of bytes and words; `lines` and `joined` are the lines of turned and done."""
+    """Change the width. Arrays come as pairs of bytes and words; `lines` and `joined` are those of turned and done."""
     columns, width, pitch = len(lines), len(joined), lines.shape[1]
     for top in range(0, rows, pitch // 3):
         some = min(pitch // 3, rows - top)
@@ -155,7 +156,7 @@ def _turn(source: Any, begin: int, pitch: int, rows: int, columns: int, to: Any,
     for column in range(columns):
         p, q = np.uintp(begin + 3 * column), np.uintp(at + to_pitch * column)
         for _ in range(rows - 1):
-            out_fours[q] = fours[p]
+            out_fours[q].word = fours[p].word
             p += np.uintp(pitch)
             q += np.uintp(3)
         out[q] = pixels[p]
