@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import sys
 
 import numpy as np
@@ -52,6 +53,33 @@ def test_every_item_has_a_bin_and_none_beats_the_bound(costs, num_bins, method):
     assert ((bins >= 0) & (bins < num_bins)).all()
     largest = int(loads(np.array(costs, np.int64), bins, num_bins).max())
     assert makespan_bound(costs, num_bins) <= largest <= sum(costs)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=60),
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 30)), min_size=1, max_size=20),
+    st.sampled_from([12, 25, NO_LIMIT]),
+    st.booleans(),
+)
+def test_filling_takes_the_least_loaded_bin_and_the_lower_one_of_equals(pairs, begun, limit, by_size):
+    costs, sizes = columns(pairs)
+    sizes = costs.copy() if by_size else sizes
+    load, room = columns(begun)
+    queue, heap, free = Queue(costs, sizes), [(int(n), at) for at, n in enumerate(load)], room.tolist()
+    placed = fill(*queue.arrays, limit, load, room, queue.bins, 0)
+    heapq.heapify(heap)  # the same with the heap of the standard library and a search of all items
+    waiting, expected = sorted(range(len(costs)), key=lambda item: (-costs[item], item)), np.full(len(costs), -1)
+    while heap and waiting:
+        least, chosen = heapq.heappop(heap)
+        fits = (item for item in waiting if costs[item] <= limit - least and sizes[item] <= free[chosen])
+        item = next(fits, None)
+        if item is not None:
+            waiting.remove(item)
+            expected[item] = chosen
+            free[chosen] -= int(sizes[item])
+            heapq.heappush(heap, (least + int(costs[item]), chosen))
+    assert queue.in_order().tolist() == expected.tolist()
+    assert placed == costs[expected >= 0].sum() and room.tolist() == free
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=200), st.integers(1, 20))

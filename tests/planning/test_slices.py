@@ -12,10 +12,11 @@ from tests.conftest import slice_indices
 from tests.planning.test_dgraph import ALL, meshes
 
 import overlord as ol
-from overlord.core.draw import Pieces
+from overlord.core.draw import Draw, Pieces
 from overlord.core.place_tree import ranks_of_host
 from overlord.core.plan import PlanSlice, Share, known_early, plan_from_bytes, plan_to_bytes
 from overlord.core.ragged import Ragged, expand_ranges, offsets_of
+from overlord.core.samples import META
 from overlord.planning.checking import run_strategy
 
 HOSTS = 3
@@ -46,9 +47,13 @@ def test_a_slice_says_what_the_plan_says(name, lengths, images, sounds, tree, sl
     limits = dataclasses.replace(buffer.limits, slicing=slicing, rank_multiple=multiple)
     buffer = dataclasses.replace(buffer, limits=limits)
     plan = run_strategy(STRATEGIES[name], buffer, tree).with_ends(np.arange(9).reshape(3, 3))
+    for _, routing in plan.encoders.values():
+        keys = (routing.position, routing.microbatch, routing.receiver, routing.sender)
+        assert np.array_equal(np.lexsort(keys), np.arange(len(routing.sender))), "routes are sorted by all four"
     sources = [plan_from_bytes(plan_to_bytes(plan, PlanSlice.for_sources(plan, [source]))) for source in range(3)]
     for host in range(HOSTS):
         ranks = ranks_of_host(host, HOSTS, tree.world_size)
+        check_routes(plan, ranks)
         part = plan_from_bytes(plan_to_bytes(plan, PlanSlice.for_ranks(plan, ranks)))
         assert (part.digest, part.draw.digest, part.mesh) == (plan.digest, plan.draw.digest, plan.mesh)
         assert part.covers(ranks) and (part.covers(range(tree.world_size)) == (len(ranks) == tree.world_size))
@@ -61,6 +66,26 @@ def test_a_slice_says_what_the_plan_says(name, lengths, images, sounds, tree, sl
             check_rank(part, plan, rank)
         for source, loader in enumerate(sources):
             check_loader(loader, plan, source, share, Share.of(loader, ranks))
+
+
+@given(st.lists(st.integers(0, 4), max_size=40))
+def test_the_metadata_of_a_source_is_that_of_its_samples_in_drawing_order(source):
+    meta = np.zeros(len(source), META)
+    meta["row"], meta["items"] = np.arange(len(source)), np.arange(len(source)) * 7
+    draw = Draw(0, tuple("abcde"), np.array(source, np.int32), meta, (1.0,) * 5)
+    for number in range(5):
+        assert draw.meta_of(number).tolist() == meta[np.array(source, np.int32) == number].tolist()
+
+
+def check_routes(plan, ranks):
+    """A slice has the routes that begin or end at a rank of the host, or at a head of one of its buckets."""
+    found = PlanSlice.for_ranks(plan, ranks).routes
+    mine = [plan.mesh.bucket_of(plan.axis, rank) for rank in ranks]
+    mine += [bucket for rank in ranks for bucket in plan.mesh.fetched_buckets(plan.axis, rank, plan.broadcast)]
+    for name, (_, routing) in plan.encoders.items():
+        ends = [*ranks, *routing.heads[mine].ravel()]
+        wanted = np.flatnonzero(np.isin(routing.sender, ends) | np.isin(routing.receiver, ends))
+        assert np.array_equal(found[name], wanted)
 
 
 def check_share(found, expected):
@@ -145,6 +170,7 @@ def check_loader(loader, plan, source, share, found):
     assert np.array_equal(loader.draw.samples_of(source), mine)
     order, expected = loader.order_of(source), plan.order_of(source)
     assert np.array_equal(order.meta, expected.meta) and order.end == expected.end
+    assert np.array_equal(order.meta, plan.draw.meta[mine])
     assert np.array_equal(known_early(loader)[mine], known_early(plan)[mine])
     for column in ("samples", "media"):
         assert np.array_equal(getattr(found, column)[mine], getattr(share, column)[mine])

@@ -275,7 +275,7 @@ class LoadingPlan:
     @cached_property
     def _by_sample(self) -> tuple[Int64s, Int64s]:
         """The pieces sorted by sample, and where those of each sample begin."""
-        order = order_in_bins(self.pieces.sample.astype(np.int64))
+        order = order_in_bins(self.pieces.sample)
         return order, offsets_of(np.bincount(self.pieces.sample, minlength=len(self.draw)))
 
     def pieces_of(self, samples: npt.NDArray[np.integer]) -> Int64s:
@@ -326,7 +326,7 @@ class LoadingPlan:
         """Return the loaders' part: the samples of one source, and where the step leaves it."""
         if self.ends is None:
             raise ValueError("the planner has not set where this plan leaves its sources")
-        end = Cursor(*(int(n) for n in self.ends[source]))
+        end = Cursor(*self.ends[source].tolist())
         return LoaderOrder(self.step, source, self.draw.meta_of(source), end)
 
     @cached_property
@@ -354,8 +354,9 @@ class LoadingPlan:
     @cached_property
     def drawn_lengths(self) -> Int32s:
         """The whole length of the sample (or of its media) of each piece."""
-        column = "tokens" if self.modality == "tokens" else "image_tokens"
-        return np.ascontiguousarray(self.draw.meta[column])[self.pieces.sample]
+        draw = self.draw
+        lengths = draw.tokens if self.modality == "tokens" else np.ascontiguousarray(draw.meta["image_tokens"])
+        return lengths[self.pieces.sample]
 
     def loads(self, costs: Int64s) -> Int64s:
         """Sum piece costs per bin: an array [bucket, microbatch]."""
@@ -406,7 +407,7 @@ class LoadingPlan:
         return dataclasses.replace(self, pieces=joined, bin_offsets=offsets, num_microbatches=sum(counts))
 
 
-def order_in_bins(places: Int64s, priority: Int64s | None = None) -> Int64s:
+def order_in_bins(places: npt.NDArray[np.integer], priority: Int64s | None = None) -> Int64s:
     """Return the items sorted by bin; inside a bin as they came, or the largest priority first.
 
     Example:
@@ -453,7 +454,7 @@ def lay_out(
     offsets = offsets_of(np.bincount(places, minlength=num_buckets * num_microbatches))
     laid = pieces.take(order_in_bins(places) if order is None else order)
     plan = LoadingPlan(draw, laid, offsets, num_buckets, num_microbatches, pad_multiple)
-    if len(pieces) == len(draw) and np.array_equal(pieces.length, draw.meta["tokens"]):
+    if len(pieces) == len(draw) and np.array_equal(pieces.length, draw.tokens):
         plan.__dict__["drawn_lengths"] = laid.length  # no sample is cut: a lookup would take as long as the sort
     return plan
 

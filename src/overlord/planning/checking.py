@@ -83,7 +83,7 @@ def check_plan(plan: LoadingPlan, buffer: Buffer, tree: ClientPlaceTree, name: s
             )
         _check_form(plan)
         _check_mesh(plan, tree, buffer.limits)
-        _check_pieces(plan, buffer.draw.meta["tokens"], buffer)
+        _check_pieces(plan, buffer.draw.tokens, buffer)
         if plan.cp_sizes is not None or plan.first_ranks is not None:
             _check_blocks(plan)
         if plan.offload is not None:

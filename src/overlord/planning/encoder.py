@@ -154,7 +154,7 @@ def _route(
     copies = 1 if "TP" in backbone.broadcast else tree.tp
     ranks = _first_stage(tree)
     receiver = ranks[columns["bucket"], columns["cp"]][:, :copies].reshape(-1)
-    # Profiled: sorting millions of routes by four keys was half of a plan. Those of one sender to one receiver come from
+    # Profiled: sorting millions of routes by four keys was half of a plan. Those of one sender to one receiver go to
     # one bucket, so they are in the order of its microbatches and positions already, also where slices cut them.
     order = order_in_bins(receiver)
     order = order[order_in_bins(np.repeat(columns["sender"], copies)[order])]

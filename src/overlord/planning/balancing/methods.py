@@ -4,9 +4,10 @@ The kernels see items largest first (`largest_first`). An item is in at most one
 Every comparison is between integers; ties go to the earlier item and the lower bin.
 
 Greedy: the least loaded bin takes the largest item that still fits. `Queue` holds the items that have no bin yet. Bins
-are a heap by load. `fill` takes the least loaded bin and finds the largest waiting item within the bin's limits of cost
-and size (`_largest_fitting`): a binary search by cost, then the next waiting item; where sizes do not fall with costs,
-a tree of least sizes finds the next one that fits. `refine` then lets bins exchange items in a fixed number of rounds.
+are a tournament tree by load. `fill` takes the least loaded bin and finds the largest waiting item within the bin's
+limits of cost and size (`_largest_fitting`): a binary search by cost, then the next waiting item; where sizes do not
+fall with costs, a tree of least sizes finds the next one that fits. `refine` then lets bins exchange items in a fixed
+number of rounds.
 
 Karmarkar-Karp repeatedly combines the two partial solutions with the largest spread, large bins on small ones. A
 partial solution stores only its nonempty bins, so the early ones are short.
@@ -32,7 +33,7 @@ _DIGIT_BITS = 11
 _ROUNDS = 4
 _SKIPS = 32
 
-# Small kernels of an inner loop that allocate nothing. Profiled: counting references to their arrays was half of `fill`.
+# Kernels of an inner loop that allocate nothing. Profiled: counting references to their arrays was half of `fill`.
 _inner = functools.partial(kernel, _nrt=False)
 
 

@@ -438,13 +438,12 @@ def _take(
     tree, draw = plan.mesh, plan.draw
     backbone_s, encoder_s = given.clock.seconds(plan, given.patches_per_token, free=meets_once(strategy))
     chosen = sorted({round(n) for n in np.linspace(0, hosts - 1, min(hosts, _SAMPLED_HOSTS))})
-    blocks, sent = list[int](), list[float]()
-    cut_s = 0.0
+    blocks, cut_s, sent = list[int](), list[float](), list[float]()
     for host in chosen:
         ranks = range(host * given.per_host, min((host + 1) * given.per_host, tree.world_size))
         began = time.thread_time()
         blocks.append(len(plan_to_bytes(plan, PlanSlice.for_ranks(plan, ranks))))
-        cut_s += time.thread_time() - began
+        cut_s.append(time.thread_time() - began)
         share = Share.of(plan, ranks)
         items = share.media[draw.media.sample]
         items = items if share.encoded is None else items | share.encoded
@@ -453,7 +452,8 @@ def _take(
         sent.append(float(inside + text))
     one.step_s.append(backbone_s + encoder_s)
     one.encoder_s.append(encoder_s)
-    one.cut_s.append(cut_s * hosts / len(chosen))
+    # The first cut also indexes the plan, once for all hosts.
+    one.cut_s.append(cut_s[0] + (hosts - 1) * float(np.mean(cut_s[1:])) if hosts > 1 else cut_s[0])
     one.plan_s.append(plan_s + one.cut_s[-1])
     one.plan_bytes.append(hosts * float(np.mean(blocks)))
     one.host_bytes.append(float(np.mean(sent)))
