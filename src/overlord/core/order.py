@@ -83,6 +83,10 @@ def rows_per_read(row_bytes: float, streams: int = 4) -> int:
     """Return how many rows a stream holds at a time: about 64 KiB, at least one row; more where few are open at once.
 
     Every read is a question to a reader process: with one stream of four times as much there are a quarter of them.
+
+    Example:
+        >>> rows_per_read(1024.0), rows_per_read(1024.0, streams=1)
+        (64, 256)
     """
     return max(1, min(256, int(max(64 << 10, (256 << 10) / streams) / max(row_bytes, 1.0))))
 

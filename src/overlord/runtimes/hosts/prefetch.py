@@ -175,7 +175,7 @@ def _side_by_side(
     the next helper is there at once.
     """
     count, done, failed = len(items), dict[int, T](), dict[int, BaseException]()
-    left, started = iter(range(count)), list[Future[None] | None]()  # both are used by one thread at a time: the lock
+    left, started = iter(range(count)), list[Future[None] | None]()  # `next` and `append` are one instruction each
 
     def work(helpers: int) -> None:
         while not failed and (at := next(left, None)) is not None:
