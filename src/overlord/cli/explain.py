@@ -76,7 +76,7 @@ _BOUNDED_PIECES = 20_000
 """Steps with more pieces than this are not held against the lockstep bound: it would take seconds."""
 _BOUNDED_STEPS = 20
 _UNEVEN = 1.2
-"""An encoder this uneven is worth a word."""
+"""An encoder that is this uneven gets a sentence."""
 _REACHED, _MATTERS = 1.02, 1.03
 """A bound counts as the limit where the plan is this near to it and it is this far from even."""
 
@@ -477,7 +477,7 @@ def loader_facts(
 
 def _time_source(roles: Roles, number: int, cursor: Cursor, decoder: MediaDecoder | None) -> Timed:
     count, fleet = _rows_to_read(roles, number, decoder is not None), roles.fleet
-    # The first chunk opens the files, which a loader in its stride does not.
+    # The first chunk opens the files, which a loader that is running does not do again.
     ahead = fleet.summary_buffer([MetaRequest(number, cursor, count)])[0]
     began = time.process_time()
     delta = fleet.summary_buffer([MetaRequest(number, ahead.next_cursor, count)])[0]
@@ -650,7 +650,66 @@ def explain_job(
             "set --cost."
         )
     with dry_run(job, launch, tell) as roles:
-        return _explain(roles, job, name, launch, costs, steps, step_time_s if measure else None, notes, tell)
+        names, tree, (cost, encoder, _) = tuple(source.name for source in roles.job.sources), launch.mesh, costs
+        limits = limits_of(roles.job, launch.layout, tree)
+        collector = Collector(job, names, limits, tree, cost)
+        balance = Balance(tree, limits, cost, encoder, meets_once=meets_once(launch.strategy))
+        watch = BufferWatch(roles)
+
+        def take(plan: LoadingPlan) -> None:
+            balance.add(collector.add(plan))
+            watch.step_over(plan)
+
+        timed = time_samples(roles, steps, tell) if measure else None
+        first = _plan_steps(roles, steps, take, tell)
+        if collector.steps < steps:
+            notes.append(f"The stream ends by itself after {collector.steps} of {steps} steps.")
+        state = roles.planner.latest_state
+        horizon = job.max_steps or PROJECTED_STEPS
+        share = (collector.full / np.maximum(collector.samples, 1)).tolist()
+        passed = (state.samples + state.skipped).tolist()
+        full, skipped, met = (
+            dict(zip(names, values, strict=True)) for values in (share, state.skipped.tolist(), passed)
+        )
+        few = few_samples(job, tree)
+        notes += [few] if few is not None else []
+        notes += balance.offloading
+        notes += context_notes(job, Path(launch.cache), full, skipped, met) + layout_advice(job, launch.layout)
+        clips = any(isinstance(source.sample, Video) for source in job.sources)
+        sources = source_facts(roles, collector, state, horizon)
+        loaders = None
+        if timed is not None:
+            loaders = loader_facts(roles, collector, watch, timed, step_time_s)
+        buffer = roles.planner.summary_buffer(first.step)
+        assert buffer is not None  # it was planned before
+        page, traced = draw_first_step(first, buffer, tree, cost, strategy_name(launch))
+        order = {source.name: number for number, source in enumerate(job.sources)}
+        facts = Explanation(
+            job=name,
+            mesh=str(tree),
+            ranks=tree.world_size,
+            strategy=strategy_name(launch),
+            layout=layout_words(launch.layout),
+            cost_model=f"{cost.name} ({cost.origin})",
+            steps=collector.steps,
+            expected_speedup=balance.speedup,
+            waiting=balance.waiting,
+            balance=balance.facts(),
+            step=balance.step_facts(collector),
+            sources=sorted(sources, key=lambda source: order[source.name]),
+            projected_steps=horizon,
+            mixture_level=job.mixture.level,
+            loaders=loaders,
+            crossing_tokens=balance.crossing_tokens,
+            image_tokens=balance.image_tokens,
+            has_clips=clips,
+            length_histogram=collector.histogram,
+            load_heatmap=collector.typical_load(),
+            largest_sample=traced,
+            limits=words_on_limits(balance, clips=clips),
+            notes=notes + _fault_notes(roles, names),
+        )
+        return facts, page
 
 
 @contextmanager
@@ -706,77 +765,6 @@ def steps_to_plan(job: Job, strategy: Strategy | None, wanted: int) -> tuple[int
         f"The mixture learns ({learn.method}) from reports, which only a trainer has: {steps} steps are shown, drawn "
         f"before the first report counts (lag {job.lag}), and everything here holds for the weights it begins with."
     ]
-
-
-def _explain(
-    roles: Roles,
-    job: Job,
-    name: str,
-    launch: Launch,
-    costs: Costs,
-    steps: int,
-    step_time_s: float | None,
-    notes: list[str],
-    tell: Tell,
-) -> tuple[Explanation, str]:
-    names, tree, (cost, encoder, _) = tuple(source.name for source in roles.job.sources), launch.mesh, costs
-    limits = limits_of(roles.job, launch.layout, tree)
-    collector = Collector(job, names, limits, tree, cost)
-    balance = Balance(tree, limits, cost, encoder, meets_once=meets_once(launch.strategy))
-    watch = BufferWatch(roles)
-
-    def take(plan: LoadingPlan) -> None:
-        balance.add(collector.add(plan))
-        watch.step_over(plan)
-
-    timed = None if step_time_s is None else time_samples(roles, steps, tell)
-    first = _plan_steps(roles, steps, take, tell)
-    if collector.steps < steps:
-        notes.append(f"The stream ends by itself after {collector.steps} of {steps} steps.")
-    state = roles.planner.latest_state
-    horizon = job.max_steps or PROJECTED_STEPS
-    share = (collector.full / np.maximum(collector.samples, 1)).tolist()
-    passed = (state.samples + state.skipped).tolist()
-    full, skipped, met = (dict(zip(names, values, strict=True)) for values in (share, state.skipped.tolist(), passed))
-    few = few_samples(job, tree)
-    notes += [few] if few is not None else []
-    notes += balance.offloading
-    notes += context_notes(job, Path(launch.cache), full, skipped, met) + layout_advice(job, launch.layout)
-    clips = any(isinstance(source.sample, Video) for source in job.sources)
-    sources = source_facts(roles, collector, state, horizon)
-    loaders = None
-    if timed is not None and step_time_s is not None:
-        loaders = loader_facts(roles, collector, watch, timed, step_time_s)
-    buffer = roles.planner.summary_buffer(first.step)
-    assert buffer is not None  # it was planned before
-    page, traced = draw_first_step(first, buffer, tree, cost, strategy_name(launch))
-    order = {source.name: number for number, source in enumerate(job.sources)}
-    facts = Explanation(
-        job=name,
-        mesh=str(tree),
-        ranks=tree.world_size,
-        strategy=strategy_name(launch),
-        layout=layout_words(launch.layout),
-        cost_model=f"{cost.name} ({cost.origin})",
-        steps=collector.steps,
-        expected_speedup=balance.speedup,
-        waiting=balance.waiting,
-        balance=balance.facts(),
-        step=balance.step_facts(collector),
-        sources=sorted(sources, key=lambda source: order[source.name]),
-        projected_steps=horizon,
-        mixture_level=job.mixture.level,
-        loaders=loaders,
-        crossing_tokens=balance.crossing_tokens,
-        image_tokens=balance.image_tokens,
-        has_clips=clips,
-        length_histogram=collector.histogram,
-        load_heatmap=collector.typical_load(),
-        largest_sample=traced,
-        limits=words_on_limits(balance, clips=clips),
-        notes=notes + _fault_notes(roles, names),
-    )
-    return facts, page
 
 
 def _plan_steps(roles: Roles, steps: int, take: Callable[[LoadingPlan], None], tell: Tell) -> LoadingPlan:

@@ -29,6 +29,7 @@ from overlord.reports.summary import count, media_of, number, share, size
 from overlord.runtimes.client_feed import status_of
 from overlord.runtimes.launching.cluster_placement import TRAINER
 from overlord.session import Service
+from overlord.storage import replacing
 
 _LOOK_EVERY_S = 1.0
 SHOWN_FAULTS = 8
@@ -309,11 +310,10 @@ def _holds(path: Path, text: str) -> bool:
 
 def _write_whole(path: Path, text: str) -> None:
     """Write a file that another process may be waiting for: it appears whole or not at all."""
-    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(path)
+        with replacing(path) as scratch:
+            scratch.write_text(text, encoding="utf-8")
     except OSError as error:
         raise SpecError(
             f"--address-file {path}: it cannot be written ({error.strerror}); trainers would wait for it for ever. "

@@ -107,7 +107,7 @@ class DataLoader:
             rank: This process's rank in the mesh (default: its rank in the process group, which may be made after the
                 loader, before its first step).
             device: Where batches go: "cpu" or a CUDA device. By default this process's CUDA device if the process group
-                speaks NCCL, else "cpu".
+                uses NCCL, else "cpu".
             group: The process group whose processes are the ranks of the mesh, where not all processes take batches;
                 only those make a DataLoader then (default: all processes).
             **options: The arguments of `overlord.launch`: strategy, layout, runtime, prefetch, store, cache, shadows
@@ -334,7 +334,7 @@ class DataLoader:
         return FlatLoader(self, microbatches)
 
     def done(self, step: int) -> None:
-        """Say that a step was trained on; from now on the state names the step after the last one that was said so.
+        """Say that a step was trained on; from now on the state names the step after the last one reported here.
 
         Only needed where a trainer fetches microbatches ahead and uses them before it trains on them, as a copy to the
         device does.
@@ -582,28 +582,15 @@ class DataLoader:
             )
 
 
-class FlatLoader:
-    """The microbatches of a `DataLoader`, one after the other: what trainers take that know no steps.
+class WrappedLoader:
+    """A `DataLoader` whose steps are handed out in another form; length and state are those of the loader."""
 
-    A step counts as trained on from the first value that is taken out of one of its microbatches: microbatches that the
-    trainer fetched ahead do not count.
-    """
-
-    def __init__(self, loader: DataLoader, microbatches: int) -> None:
+    def __init__(self, loader: DataLoader) -> None:
         self.loader = loader
-        self.microbatches = microbatches
-        """Of every step."""
-
-    def __iter__(self) -> Iterator[TorchBatch]:
-        for step in self.loader:
-            for number in range(self.microbatches):
-                batch = step.take(number)
-                batch.step, batch.on_use = step, step.progress.use
-                yield batch
 
     def __len__(self) -> int:
-        """Return the microbatches of the whole stream, where the job has `max_steps`; else raise TypeError."""
-        return self.microbatches * len(self.loader)
+        """Return the steps of the whole stream, where the job has `max_steps`; else raise TypeError."""
+        return len(self.loader)
 
     def __bool__(self) -> bool:
         return True
@@ -618,6 +605,30 @@ class FlatLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state, as `DataLoader.load_state_dict` does."""
         self.loader.load_state_dict(state)
+
+
+class FlatLoader(WrappedLoader):
+    """The microbatches of a `DataLoader`, one after the other: for trainers without a notion of steps.
+
+    A step counts as trained on from the first value that is taken out of one of its microbatches: microbatches that the
+    trainer fetched ahead do not count.
+    """
+
+    def __init__(self, loader: DataLoader, microbatches: int) -> None:
+        super().__init__(loader)
+        self.microbatches = microbatches
+        """Of every step."""
+
+    def __iter__(self) -> Iterator[TorchBatch]:
+        for step in self.loader:
+            for number in range(self.microbatches):
+                batch = step.take(number)
+                batch.step, batch.on_use = step, step.progress.use
+                yield batch
+
+    def __len__(self) -> int:
+        """Return the microbatches of the whole stream, where the job has `max_steps`; else raise TypeError."""
+        return self.microbatches * len(self.loader)
 
 
 def loader_with_layout(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from veomni.data.data_loader import DATALOADER_REGISTRY
@@ -11,7 +11,7 @@ from veomni.distributed.parallel_state import get_parallel_state
 
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import SpecError
-from overlord.integrations.torch_loader import DataLoader, loader_with_layout
+from overlord.integrations.torch_loader import WrappedLoader, loader_with_layout
 
 if TYPE_CHECKING:
     from overlord.job.specs import Job
@@ -19,37 +19,16 @@ if TYPE_CHECKING:
 __all__ = ["StepLists", "register"]
 
 
-class StepLists:
+class StepLists(WrappedLoader):
     """The steps of a loader as lists of dictionaries of tensors.
 
     A step counts as trained on once its list is made: VeOmni saves the state that it read behind the list it trains on,
     also where its background prefetcher is ahead.
     """
 
-    def __init__(self, loader: DataLoader) -> None:
-        self.loader = loader
-
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         for step in self.loader:
             yield [dict(batch) for batch in step.microbatches]
-
-    def __len__(self) -> int:
-        """Return the steps of the whole stream, where the job has `max_steps`; else raise TypeError."""
-        return len(self.loader)
-
-    def __bool__(self) -> bool:
-        return True
-
-    def set_epoch(self, epoch: int) -> None:
-        """Do nothing, as `DataLoader.set_epoch`."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state before the next step; it has no rank in it."""
-        return self.loader.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state, on any number of ranks."""
-        self.loader.load_state_dict(state)
 
 
 def register(job: Job | str | os.PathLike[str], **options: Any) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import chain_digest
 from overlord.core.samples import SampleId
-from overlord.job.layout_specs import DEFAULT_CACHE, Runtime
+from overlord.job.layout_specs import Runtime
 from overlord.job.specs import Job
 from overlord.roles.client import Client, Step
 from overlord.session import Service, launch
@@ -107,41 +106,15 @@ def digests_of(step: Step) -> list[str]:
     return found + [one.digest() for one in (step.encoder, step.audio_encoder) if one is not None]
 
 
-def stream_digests(
-    job: Job,
-    *,
-    mesh: ClientPlaceTree | None = None,
-    steps: int,
-    runtime: Runtime = "inline",
-    prefetch: int = 2,
-    loaders_per_source: int = 1,
-    threads: int | None = None,
-    address: str | None = None,
-    ranks_per_host: int | None = None,
-    loader_hosts: int | Literal["per_source"] | None = None,
-    state: Mapping[str, Any] | None = None,
-    cache: str = DEFAULT_CACHE,
-) -> StreamDigests:
-    """Launch a job, consume steps on every rank of the mesh, and return the digests.
+def stream_digests(job: Job, *, steps: int, runtime: Runtime = "inline", **options: Any) -> StreamDigests:
+    """Launch a job, consume steps on every rank of the mesh, and return the digests; `options` are those of `launch`.
 
     Example:
         Two digests that must be equal whatever the scale::
 
             assert stream_digests(job, steps=50).order == stream_digests(job, steps=50, runtime="local").order
     """
-    with launch(
-        job,
-        mesh=mesh,
-        runtime=runtime,
-        prefetch=prefetch,
-        loaders_per_source=loaders_per_source,
-        threads=threads,
-        address=address,
-        ranks_per_host=ranks_per_host,
-        loader_hosts=loader_hosts,
-        state=state,
-        cache=cache,
-    ) as service:
+    with launch(job, runtime=runtime, **options) as service:
         return digest_service(service, steps=steps)
 
 

@@ -8,14 +8,13 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
-from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import SpecError
-from overlord.job.layout_specs import DEFAULT_CACHE, Runtime
+from overlord.job.layout_specs import Runtime
 from overlord.job.specs import Job
 from overlord.launch_spec import LaunchOptions
 from overlord.session import Service, launch, service_options
@@ -24,7 +23,6 @@ from overlord.testing.fault_engine import FaultInjector, FaultService, unknown_r
 from overlord.testing.fault_script import SERVICE, Fault, FaultScript
 from overlord.transforms.samples.per_sample import Isolate
 
-HEARTBEAT_S = 5.0
 UP_S = 30.0
 """How long a fault on a real process waits for the role to be up."""
 CHANGES = (
@@ -33,7 +31,6 @@ CHANGES = (
 """What can be changed of a service while it runs."""
 
 _Watched = list[tuple[str, list[str]]]
-Shadows = bool | Literal["auto"] | Collection[str]
 
 
 @contextmanager
@@ -65,15 +62,10 @@ def run_with_faults(
     script: FaultScript,
     *,
     steps: int,
-    mesh: ClientPlaceTree | None = None,
     runtime: Runtime = "inline",
-    shadows: Shadows = True,
-    loader_hosts: int = 2,
-    heartbeat: float = HEARTBEAT_S,
     before: Before | None = None,
     report: Report | None = None,
-    address: str | None = None,
-    cache: str | os.PathLike[str] = DEFAULT_CACHE,
+    **options: Any,
 ) -> StreamDigests:
     r"""Run a job under a fault script; return the digests of what the trainers got.
 
@@ -84,16 +76,11 @@ def run_with_faults(
         job: The job.
         script: The faults.
         steps: Steps at most.
-        mesh: The trainer's mesh.
         runtime: Where it runs.
-        shadows: Which sources have a shadow.
-        loader_hosts: Processes of loaders; on "inline", objects.
-        heartbeat: Seconds without a heartbeat after which a role is taken for dead.
         before: Called before each step with the service and the step: where a test changes something. Give every
             change its `at_step`, so that it is the same one in a run without faults.
         report: Makes what rank 0 reports of a step.
-        address: The Ray cluster.
-        cache: Folder for the indices of files.
+        **options: Of `launch`; all sources have a shadow, and there are two loader hosts, by default.
 
     Example:
         >>> import tempfile, pathlib, json
@@ -109,13 +96,7 @@ def run_with_faults(
         >>> found == stream_digests(job, steps=4, cache=str(folder / "cache"))
         True
     """
-    given: dict[str, Any] = {
-        "mesh": mesh,
-        "shadows": shadows,
-        "loader_hosts": loader_hosts,
-        "heartbeat": heartbeat,
-        "cache": cache,
-    }
+    given: dict[str, Any] = {"shadows": True, "loader_hosts": 2} | options
     reach: Callable[[int], None]
     with ExitStack() as ends:
         if runtime == "inline":
@@ -123,7 +104,7 @@ def run_with_faults(
             reach = faults.pass_step
         else:
             check_for_processes(script)
-            service = ends.enter_context(launch(job, runtime=runtime, address=address, **given))
+            service = ends.enter_context(launch(job, runtime=runtime, **given))
             signals = ProcessFaults(script, service)
             ends.callback(signals.calm)
             reach = signals.reach
@@ -201,41 +182,36 @@ def assert_resumes_anywhere(
     job: Job,
     *,
     steps: int,
-    mesh: ClientPlaceTree | None = None,
     script: FaultScript | None = None,
     before: Before | None = None,
     report: Report | None = None,
     store: str | os.PathLike[str] | None = None,
     runtime: Runtime = "inline",
-    address: str | None = None,
-    cache: str = DEFAULT_CACHE,
+    **options: Any,
 ) -> None:
     """Take the state before every step, restore each, and check that the rest of the stream is identical.
 
     Args:
         job: The job.
         steps: Steps at most.
-        mesh: The trainer's mesh.
         script: Faults meanwhile, on "inline"; the states must be those of a run without faults.
         before: Called before each step with the service and the step: where a test changes something.
         report: Makes what rank 0 reports of a step.
         store: An empty folder, of this host, to keep the run in: every step is then also resumed from there, with
             `launch(state=STEP)`.
         runtime: Where it runs.
-        address: The Ray cluster.
-        cache: Folder for the indices of files.
+        **options: Of `launch`.
 
     Raises:
         AssertionError: it says where a resumed stream differs.
     """
-    where: dict[str, Any] = {"mesh": mesh, "cache": cache}
     with ExitStack() as ends:
         reach: Callable[[int], None] = lambda step: None  # noqa: E731 - without faults
         if script is not None:
-            service, faults = ends.enter_context(launch_for_faults(job, script, store=store, **where))
+            service, faults = ends.enter_context(launch_for_faults(job, script, store=store, **options))
             reach = faults.pass_step
         else:
-            service = ends.enter_context(launch(job, runtime=runtime, address=address, store=store, **where))
+            service = ends.enter_context(launch(job, runtime=runtime, store=store, **options))
         notes = _Notes(service)
         expected, states = _watched(service, steps, notes.before(before), report, reach)
     for at, state in enumerate(states[: len(expected)]):
@@ -249,7 +225,7 @@ def assert_resumes_anywhere(
                 resumes.append(("the store", {"state": step, "store": folder}, later))
             for what, begin, missing in resumes:
                 again = [*(replace(one, made=step) for one in missing), *(one for one in notes.made if one.made > step)]
-                with launch(job, runtime=runtime, address=address, **begin, **where) as service:
+                with launch(job, runtime=runtime, **begin, **options) as service:
                     found, _ = _watched(service, len(expected) - at, _made_again(again), report)
                 _compare(found, expected[at:], at, what)
 
