@@ -29,6 +29,7 @@ from typer.testing import CliRunner
 import overlord as ol
 from overlord.cli.main import app
 from overlord.integrations.torch_loader import DataLoader
+from overlord.transforms.samples.tokenize import TextTokenizer
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "deploy" / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -313,6 +314,13 @@ def test_the_tour_of_tour_md_runs(demo_files, tmp_path):
             assert done.returncode == 0, f"{block.text}{done.stdout}{done.stderr}"
             ran += 1
     assert ran == 5 and (tmp_path / "checkpoint.pt").is_file()
+
+
+def test_the_tokenizer_of_the_tour_loses_no_character(tmp_path):
+    for block in blocks_of(ROOT / "docs" / "tour.md"):
+        if re.match(r"# (write_articles|train_tokenizer)\.py\n", block.text):
+            subprocess.run([sys.executable, "-c", block.text], cwd=tmp_path, check=True, timeout=60)
+    assert TextTokenizer(str(tmp_path / "tokenizer.json")).lost_characters(["<Z\u00fcrich> \u6f22\U0001f642"]) == [""]
 
 
 # ---- what pages quote

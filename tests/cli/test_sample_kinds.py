@@ -282,7 +282,10 @@ def test_a_token_that_is_missing_is_the_fault_of_one_source(job: ol.Job, tmp_pat
     path.write_text(dump_job_yaml(job.replace(sources=[job.sources[0], sounds])))
     outcome = call("sources", "list", path)
     assert outcome.exit_code == 2
-    assert "job.yaml:9: source 'sounds': sample.audio_token: the token '<|odd|>' is not in the vocabulary" in outcome.stderr
+    assert (
+        "job.yaml:9: source 'sounds': sample.audio_token: the token '<|odd|>' is not in the vocabulary"
+        in outcome.stderr
+    )
     assert "Chat" in outcome.stdout
     for command in ("run", "explain"):
         told = call(command, path).stderr

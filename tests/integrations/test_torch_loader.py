@@ -18,6 +18,7 @@ from ranks import PATIENCE, run_ranks
 from tests.conftest import slice_indices
 
 import overlord as ol
+from overlord.errors import SourceError
 from overlord.integrations.torch_loader import DataLoader
 from overlord.job_files import LaunchOptions, dump_job_yaml
 from overlord.launch_spec import CLUSTER_KEYS
@@ -476,3 +477,14 @@ def test_only_the_processes_of_a_group_take_batches(ids_job, cache, tmp_path):
     for step in range(2):
         assert sorted(first[0][step] + last[0][step]) == whole[step]
         assert first[1][step] == last[1][step] and sorted(first[1][step]) == whole[step]
+
+
+def test_errors_of_a_launch_name_the_line_of_a_source(tmp_path, cache):
+    file = tmp_path / "job.yaml"
+    file.write_text(
+        "sources:\n  - {name: web, path: web.jsonl, sample: {text: ids, tokenized: true}}\n"
+        "batch: {context_length: 8, global_samples: 1}\n"
+    )
+    wanted = rf"^{file}:2: source 'web': .* matches no file"
+    with pytest.raises(SourceError, match=wanted), DataLoader(file, cache=cache, runtime="inline") as loader:
+        next(iter(loader))

@@ -545,7 +545,10 @@ def test_templates_by_name_stay_names(ours) -> None:
     ("fields", "said"),
     [
         ({}, r"comes without a chat template; .* template=\"chatml\""),
-        ({"template": "chatlm"}, r"template 'chatlm' is neither a known name \('chatml'\), nor a readable file, .* Did you mean 'chatml'"),
+        (
+            {"template": "chatlm"},
+            r"template 'chatlm' is neither a known name \('chatml'\), nor a readable file, .* Did you mean 'chatml'",
+        ),
         ({"template": "{% for %}"}, r"the chat template is no Jinja template \(.*line 1\)"),
         ({"template": "{% generation %}"}, "no Jinja template"),
     ],
