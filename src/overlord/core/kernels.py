@@ -6,6 +6,7 @@ A process that only launches a service, or reads a job, calls none: numba takes 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -36,8 +37,30 @@ class _Kernel:
                 for name, value in list(names.items()):
                     if isinstance(value, _Kernel):
                         names[name] = value.load()
+                _stamp_cache(self._compiled)
                 self._ready = self._compiled
             return self._compiled
+
+
+def _stamp_cache(compiled: Any) -> None:
+    """Have numba take nothing from its cache that was compiled with an earlier version of another file.
+
+    numba looks at the file of a function only, and what the function calls is compiled into it: after an update of one
+    of several files, two hosts could make different plans of the same draw.
+    """
+    cache_file = getattr(compiled._cache, "_cache_file", None)  # none where no folder can be written
+    if cache_file is None:
+        return
+    files: set[str] = set()
+    modules = [compiled.py_func.__globals__]
+    while modules:
+        names = modules.pop()
+        if names["__file__"] not in files:
+            files.add(names["__file__"])
+            found = (getattr(value, "py_func", getattr(value, "_function", None)) for value in list(names.values()))
+            modules += [one.__globals__ for one in found if hasattr(one, "__globals__")]
+    stats = (os.stat(file) for file in sorted(files))
+    cache_file._source_stamp = tuple((stat.st_mtime, stat.st_size) for stat in stats)
 
 
 def kernel(function: Callable[..., Any], **options: Any) -> Any:

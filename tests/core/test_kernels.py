@@ -1,0 +1,38 @@
+"""Kernels from numba's cache are those of the files as they are now."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+CALLED = """
+from overlord.core.kernels import kernel
+
+
+@kernel
+def called(x):
+    return x + {added}
+"""
+CALLER = """
+from called import called
+from overlord.core.kernels import kernel
+
+
+@kernel
+def caller(x):
+    return called(x)
+"""
+
+
+def test_a_change_in_a_file_reaches_kernels_of_others_that_call_it(tmp_path: Path) -> None:
+    (tmp_path / "caller.py").write_text(CALLER, encoding="utf-8")
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+    look = "import caller; first = caller.caller(1); print(first, sum(caller.caller.stats.cache_hits.values()))"
+    found = []
+    for added in (1, 1, 20):
+        if not found or added != 1:
+            (tmp_path / "called.py").write_text(CALLED.format(added=added), encoding="utf-8")
+        found.append(subprocess.check_output([sys.executable, "-c", look], cwd=tmp_path, env=env, text=True).split())
+    assert found == [["2", "0"], ["2", "1"], ["21", "0"]]
