@@ -58,7 +58,7 @@ def _stamp_cache(compiled: Any) -> None:
         if names["__file__"] not in files:
             files.add(names["__file__"])
             found = (getattr(value, "py_func", getattr(value, "_function", None)) for value in list(names.values()))
-            modules += [one.__globals__ for one in found if hasattr(one, "__globals__")]
+            modules += [one.__globals__ for one in found if one is not None]
     stats = (os.stat(file) for file in sorted(files))
     cache_file._source_stamp = tuple((stat.st_mtime, stat.st_size) for stat in stats)
 
