@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -335,6 +337,20 @@ def test_calls_that_wait_run_at_once_and_those_that_do_not_stay_with_the_caller(
         assert slow.most == 4, "the caller and three helpers"
         assert workers.map(quick, []) == []
     finally:
+        workers.close()
+
+
+def test_results_are_free_without_a_garbage_collection():
+    """Those of a step are hundreds of megabytes, and a collection may be minutes away."""
+    workers = ThreadWorkers(4, "overlord-test")
+    gc.disable()
+    try:
+        found = workers.map(np.zeros, range(1, 50))
+        kept = [weakref.ref(one) for one in found]
+        del found
+        assert [one() for one in kept] == [None] * 49
+    finally:
+        gc.enable()
         workers.close()
 
 

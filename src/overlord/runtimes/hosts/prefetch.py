@@ -167,27 +167,10 @@ def _side_by_side(
     submit: Callable[[Callable[[], None]], Future[None] | None],
     helpers: int,
 ) -> list[T]:
-    """Apply a function to every item; results in order. The caller works too, with at most so many helpers.
-
-    A helper is submitted by the first item of the caller, the next by that of the helper, and so on. Where items take
-    no time, as with hundreds of sources that have read ahead, the caller has done all of them before the first helper
-    has the interpreter lock: a future and a change of threads for each would cost more than the items. Where they wait,
-    the next helper is there at once.
-    """
-    count, done, failed = len(items), dict[int, T](), dict[int, BaseException]()
-    left, started = iter(range(count)), list[Future[None] | None]()  # `next` and `append` are one instruction each
-
-    def work(helpers: int) -> None:
-        while not failed and (at := next(left, None)) is not None:
-            if helpers > 0 and at + 1 < count:
-                started.append(submit(functools.partial(work, helpers - 1)))
-                helpers = 0
-            try:
-                done[at] = function(items[at])
-            except BaseException as error:
-                failed[at] = error
-
-    work(helpers)
+    """Apply a function to every item; results in order. The caller works too, with at most so many helpers."""
+    shared = _SharedWork(function, items, submit)
+    shared.work(helpers)
+    done, failed, started = shared.done, shared.failed, shared.started
     began = time.perf_counter()
     while started and not (failed and all(at in done for at in range(min(failed)))):  # of several errors, the first
         helper = started.pop(0)
@@ -196,7 +179,43 @@ def _side_by_side(
     note_help(time.perf_counter() - began, Spent())  # what the helpers spend is counted by themselves
     if failed:
         raise failed.pop(min(failed))
-    return [done[at] for at in range(count)]
+    return [done[at] for at in range(len(items))]
+
+
+class _SharedWork:
+    """Items that a caller and its helpers take one after another.
+
+    A helper is submitted by the first item of the caller, the next by that of the helper, and so on. Where items take
+    no time, as with hundreds of sources that have read ahead, the caller has done all of them before the first helper
+    has the interpreter lock: a future and a change of threads for each would cost more than the items. Where they wait,
+    the next helper is there at once.
+
+    An object, and no function that names itself: results in a circle of references wait for the garbage collector, and
+    those of a step are hundreds of megabytes.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Any], Any],
+        items: Sequence[Any],
+        submit: Callable[[Callable[[], None]], Future[None] | None],
+    ) -> None:
+        self._function, self._items, self._submit = function, items, submit
+        self._left = iter(range(len(items)))  # `next` and `append` are one instruction each: no lock is needed
+        self.started: list[Future[None] | None] = []
+        self.done: dict[int, Any] = {}
+        self.failed: dict[int, BaseException] = {}
+
+    def work(self, helpers: int) -> None:
+        """Take items until none is left, with at most so many helpers."""
+        while not self.failed and (at := next(self._left, None)) is not None:
+            if helpers > 0 and at + 1 < len(self._items):
+                self.started.append(self._submit(functools.partial(self.work, helpers - 1)))
+                helpers = 0
+            try:
+                self.done[at] = self._function(self._items[at])
+            except BaseException as error:
+                self.failed[at] = error
 
 
 class SerialWorkers:
