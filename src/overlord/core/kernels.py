@@ -6,7 +6,6 @@ A process that only launches a service, or reads a job, calls none: numba takes 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -51,16 +50,15 @@ def _stamp_cache(compiled: Any) -> None:
     cache_file = getattr(compiled._cache, "_cache_file", None)  # none where no folder can be written
     if cache_file is None:
         return
-    files: set[str] = set()
+    stamps: dict[str, Any] = {}
     modules = [compiled.py_func.__globals__]
     while modules:
         names = modules.pop()
-        if names["__file__"] not in files:
-            files.add(names["__file__"])
+        if names["__file__"] not in stamps:
+            stamps[names["__file__"]] = names["__loader__"].path_stats(names["__file__"])  # as for a module's bytecode
             found = (getattr(value, "py_func", getattr(value, "_function", None)) for value in list(names.values()))
             modules += [one.__globals__ for one in found if one is not None]
-    stats = (os.stat(file) for file in sorted(files))
-    cache_file._source_stamp = tuple((stat.st_mtime, stat.st_size) for stat in stats)
+    cache_file._source_stamp = [stamps[file] for file in sorted(stamps)]
 
 
 def kernel(function: Callable[..., Any], **options: Any) -> Any:
