@@ -14,6 +14,7 @@ from torch import nn
 
 import overlord as ol
 from overlord.errors import SpecError
+from overlord.integrations import torch_offload
 from overlord.integrations.torch_hdp import HybridParallel
 from overlord.integrations.torch_offload import Offloading
 
@@ -89,6 +90,28 @@ def test_the_device_memory_is_free_between_forward_and_backward():
     loss.backward()
     assert torch.allclose(x.grad, 64 * x.detach() ** 3)
     assert stays() is None
+
+
+@pytest.mark.parametrize("ratio, kept", [(1.0, 4), (0.5, 2)])
+def test_four_of_the_largest_tensors_are_held_ahead(monkeypatch, ratio, kept):
+    """A gated feed-forward saves four in a row; backward would wait for copies of all but the first."""
+    monkeypatch.setattr(torch_offload, "AHEAD_BYTES", 1024)
+    x = torch.randn(64, 32, requires_grad=True)
+    with Offloading(smallest_bytes=1024)(ratio):
+        hidden, storages = x, []
+        for _ in range(20):
+            hidden = hidden.sin()
+            storages.append(weakref.ref(hidden.untyped_storage()))
+        loss = hidden.square().sum()
+        del hidden
+    gc.collect()
+    offloaded_late = [there() is not None for there in storages[-int(kept / ratio) :]]
+    assert all(offloaded_late)
+    # What is not offloaded stays, of course: only the offloaded share of the earlier ones is gone.
+    earlier = [there() is None for there in storages[: -int(kept / ratio)]]
+    assert sum(earlier) == pytest.approx(ratio * len(earlier), abs=1)
+    loss.backward()
+    assert x.grad is not None
 
 
 def test_what_is_written_after_it_was_saved_is_not_mixed_up():
