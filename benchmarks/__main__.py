@@ -517,12 +517,24 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="only see that all of them work; the figures mean nothing")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[one.name for one in BENCHMARKS],
                         help="run these, and leave the others in the report as they are")  # fmt: skip
+    parser.add_argument("--enter", nargs="+", metavar="FILE", type=Path,
+                        help="run nothing: enter what benchmarks printed with --json on another machine")  # fmt: skip
     parser.add_argument(
         "--out", type=Path, help="folder of the report (default: benchmarks, or benchmarks/data if quick)"
     )
     options = parser.parse_args()
     out: Path = options.out or (HERE / "data" if options.quick else HERE)
     found: dict[str, dict[str, Any] | None] = {}
+    if options.enter:
+        for path in options.enter:
+            try:
+                figures = json.loads(path.read_text(encoding="utf-8").strip().splitlines()[-1])
+                name = next(one.name for one in BENCHMARKS if one.name == figures["benchmark"])
+            except (OSError, ValueError, LookupError, TypeError, StopIteration) as error:
+                parser.error(f"{path}: its last line is not what a benchmark prints with --json ({error!r})")
+            found[name] = figures
+        print(f"report: {write_report(out, found, options.quick, whole=False)}")
+        return 0
     asked = [one for one in BENCHMARKS if options.only is None or one.name in options.only]
     for benchmark in asked:
         if benchmark.missing:
@@ -576,7 +588,8 @@ def write_report(out: Path, found: dict[str, dict[str, Any] | None], quick: bool
     for benchmark in BENCHMARKS:
         if benchmark.name in found:
             section = _section(benchmark, found[benchmark.name], plots)
-            lines += section if whole else [*section[:3], f"Run by itself: {_where()}", "", *section[3:]]
+            where = _where(found[benchmark.name] or {})
+            lines += section if whole else [*section[:3], f"Run by itself: {where}", "", *section[3:]]
         else:
             lines += _old_section(before, benchmark.name) or _told(benchmark)
     report.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -613,12 +626,15 @@ def _old_section(report: list[str], name: str) -> list[str]:
     return ["", *report[begin : end - 1]]
 
 
-def _where() -> str:
-    here = machine()
+def _where(figures: dict[str, Any] | None = None) -> str:
+    """Say when and where; figures of another machine know theirs, but not its packages."""
+    here = (figures or {}).get("machine", machine())
+    device = f", {figures['device']}" if figures and "device" in figures else ""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("overlord-data", "pyarrow", "numpy"))
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    cores = f"{here['cpus']} cores ({here['machine']}), {here['memory_gb']} GB"
-    return f"{today} · {cores} · {here['system']} · Python {here['python']} · {versions}"
+    cores = f"{here['cpus']} cores ({here['machine']}), {here['memory_gb']} GB{device}"
+    own = here == machine()
+    return " · ".join([today, cores, here["system"], f"Python {here['python']}", *([versions] if own else [])])
 
 
 def _table_row(benchmark: Benchmark, figures: dict[str, Any] | None, quick: bool) -> str:

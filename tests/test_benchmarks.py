@@ -34,6 +34,30 @@ def test_the_report_shows_what_is_measured_today():
         assert f"Measured: {one.what}." in REPORT and f"Against: {one.against}." in REPORT, one.name
 
 
+def test_figures_of_another_machine_are_entered_with_its_name(tmp_path: Path):
+    speeds = {
+        f"{name}_{kind}": 2.0 for name in ("vanilla", "backbone_balance", "hdp") for kind in ("step_ms", "lockstep_ms")
+    }
+    machine = {"cpus": 96, "machine": "x86_64", "memory_gb": 1000.0, "system": "Linux", "python": "3.12.3"}
+    told = {
+        "benchmark": "replay",
+        "machine": machine,
+        "device": "a GPU",
+        **speeds,
+        "hdp_step_over_mean": 1.02,
+        "bar": 1.05,
+    }
+    (tmp_path / "replay.json").write_text("some log\n" + json.dumps(told) + "\n")
+    command = [sys.executable, "-m", "benchmarks", "--out", str(tmp_path), "--enter"]
+    subprocess.run([*command, str(tmp_path / "replay.json")], cwd=HERE.parent, check=True)
+    report = (tmp_path / "REPORT.md").read_text(encoding="utf-8")
+    assert "| [replay](#replay) | 1.02× | at most 1.05× | reached |" in report
+    assert "96 cores (x86_64), 1000.0 GB, a GPU" in report and "| [feed](#feed) | – | – | not run |" in report
+    (tmp_path / "other.json").write_text('{"benchmark": "nonsense"}')
+    refused = subprocess.run([*command, str(tmp_path / "other.json")], cwd=HERE.parent, capture_output=True, text=True)
+    assert refused.returncode == 2 and "other.json" in refused.stderr and "Traceback" not in refused.stderr
+
+
 @pytest.mark.slow
 def test_open_pages_are_measured():
     """A short run: the figure itself needs a quiet machine."""
