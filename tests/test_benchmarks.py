@@ -36,7 +36,9 @@ def test_the_report_shows_what_is_measured_today():
 
 def test_figures_of_another_machine_are_entered_with_its_name(tmp_path: Path):
     speeds = {
-        f"{name}_{kind}": 2.0 for name in ("vanilla", "backbone_balance", "hdp") for kind in ("step_ms", "lockstep_ms")
+        f"{name}_{kind}": 2.0
+        for name in ("vanilla", "backbone_balance", "hdp")
+        for kind in ("step_ms", "mean_ms", "lockstep_ms")
     }
     machine = {"cpus": 96, "machine": "x86_64", "memory_gb": 1000.0, "system": "Linux", "python": "3.12.3"}
     told = {
