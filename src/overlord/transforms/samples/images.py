@@ -248,7 +248,8 @@ def _patchify(
     at = 0
     for top in range(0, len(pixels), patch * merge):
         for y in range(patch * merge):
-            line, plane = pixels.ctypes.data + 3 * width * (top + y), planes.ctypes.data + 3 * width * y
+            line = np.intp(pixels.ctypes.data) + 3 * width * (top + y)
+            plane = np.intp(planes.ctypes.data) + 3 * width * y
             for x in range(0, width, _LANES):
                 inside = min(x, width - _LANES)
                 _take_apart(line + 3 * inside, plane + inside, width)
@@ -284,7 +285,8 @@ def _take_apart(builder: Any, line: Any, plane: Any, width: Any) -> None:
 
 def warm_images() -> None:
     """Load the kernels of images."""
-    image = resize_image(np.zeros((9, 9, 3), np.uint8), _LANES, _LANES)
+    for side in (2, 9):  # small images have kernels of their own
+        image = resize_image(np.zeros((side, side, 3), np.uint8), _LANES, _LANES)
     patchify_into(image, _LANES, 1, np.empty(3 * _LANES**2, np.uint8))
 
 
