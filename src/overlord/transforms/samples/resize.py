@@ -25,8 +25,8 @@ from overlord.core.kernels import kernel
 from overlord.transforms.samples.resize_dots import (
     BITS,
     BYTES,
-    ROWS,
     TAPS,
+    VECTORS,
     dot_columns,
     dot_rows,
     has_dots,
@@ -76,11 +76,10 @@ def _along_rows(image: UInt8s, width: int, support: float) -> UInt8s:
     if columns == 1:
         return np.repeat(image, width, axis=1)
     joined, dots = _table(columns, width, support)
-    if dots and rows >= ROWS:
-        made, last = np.empty((rows, width, 3), np.uint8), np.empty(ROWS * 3 * columns + BYTES, np.uint8)
-        last[:-BYTES] = image[-ROWS:].reshape(-1)
-        dot_columns(image.reshape(rows, -1), last, *dots, made.reshape(rows, -1))
-        return made
+    if dots and width >= VECTORS:
+        made, line = (np.empty(3 * size + BYTES, np.uint8) for size in (rows * width, columns))
+        dot_columns(image.reshape(rows, -1), line, *dots, made)
+        return made[:-BYTES].reshape(rows, width, 3)
     together = min(_ROWS, -(-rows // _STEP) * _STEP)
     turned, done = (np.empty((size, 3 * together), np.uint8) for size in (columns, width))
     out = np.empty((max(rows * width, 2), 3), np.uint8)

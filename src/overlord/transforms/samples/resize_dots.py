@@ -23,13 +23,15 @@ from overlord.core.kernels import instructions, kernel
 
 TAPS = 4
 """Pixels that one instruction adds up."""
-ROWS = 4
-"""Rows whose pixels are summed together: they share the digits of their weights."""
 BYTES = 16
 """Bytes of a vector."""
+VECTORS = 4
+"""Vectors of pixels whose sums are made together."""
 BITS = 22
 """Fractional bits of a weight: a sum of 255 times all weights of a pixel stays within 32 bits."""
 _DIGITS = 3
+_MIDDLE = 128
+"""What is taken from a pixel: its highest bit is turned over, and is a sign then."""
 _HWCAP, _ASIMDDP = 16, 1 << 20
 """Which of the kernel's values lists the abilities of a processor, and this one there."""
 
@@ -50,13 +52,13 @@ def weight_digits(size: int, first: Any, count: Any, weights: Any) -> Any:
     """
     groups = (count.max() + TAPS - 1) // TAPS
     begin, start = np.empty(len(first), np.int64), np.empty(len(first), np.int64)
-    digits = np.zeros((len(first), groups, _DIGITS, TAPS), np.int8)
+    digits = np.zeros((len(first), groups, BYTES // TAPS, TAPS), np.int8)  # there are three: whole vectors
     for at in range(len(first)):
         start[at] = min(first[at], size - TAPS * groups)
         begin[at] = 1 << (BITS - 1)
         for i in range(count[at]):
             tap, rest = first[at] - start[at] + i, np.int64(weights[at, i])
-            begin[at] += 128 * rest
+            begin[at] += _MIDDLE * rest
             for digit in range(_DIGITS):
                 low = ((rest + 128) & 255) - 128
                 digits[at, tap // TAPS, digit, tap % TAPS] = low
@@ -65,16 +67,21 @@ def weight_digits(size: int, first: Any, count: Any, weights: Any) -> Any:
 
 
 @kernel
-def dot_columns(image: Any, last: Any, start: Any, begin: Any, digits: Any, out: Any) -> None:
-    """Change the width; `last` is a copy of the last rows with room behind it, where vectors are read beyond them."""
-    rows, pitch, to_pitch = image.shape[0], image.shape[1], out.shape[1]
-    for some in range(0, rows, ROWS):
-        top = min(some, rows - ROWS)
-        source = np.intp(last.ctypes.data) if top == rows - ROWS else np.intp(image.ctypes.data) + top * pitch
-        to = np.intp(out.ctypes.data) + top * to_pitch
-        for x in range(len(start)):
-            weights = np.intp(digits.ctypes.data) + x * digits.shape[1] * (_DIGITS * TAPS)
-            _dot_pixels(source + 3 * start[x], pitch, weights, digits.shape[1], begin[x], to + 3 * x, to_pitch)
+def dot_columns(image: Any, line: Any, start: Any, begin: Any, digits: Any, out: Any) -> None:
+    """Change the width; `line` is memory for one row. Vectors reach beyond a row: behind it are `BYTES` more.
+
+    So are they behind `out`. What is written there is overwritten by the next row.
+    """
+    width, source = len(start), np.intp(line.ctypes.data)
+    for row in range(len(image)):
+        for i in range(image.shape[1]):
+            line[i] = image[row, i] ^ np.uint8(_MIDDLE)
+        for x in range(0, width, VECTORS):
+            first = min(x, width - VECTORS)
+            starts, begins = np.intp(start.ctypes.data) + 8 * first, np.intp(begin.ctypes.data) + 8 * first
+            weights = np.intp(digits.ctypes.data) + first * digits.shape[1] * BYTES
+            to = np.intp(out.ctypes.data) + 3 * (row * width + first)
+            _dot_pixels(source, starts, weights, digits.shape[1], begins, to)
 
 
 @kernel
@@ -83,31 +90,28 @@ def dot_rows(lines: Any, start: Any, begin: Any, digits: Any, out: Any) -> None:
     pitch = lines.shape[1]
     for row in range(len(start)):
         source, to = np.intp(lines.ctypes.data) + start[row] * pitch, np.intp(out.ctypes.data) + row * pitch
-        weights = np.intp(digits.ctypes.data) + row * digits.shape[1] * (_DIGITS * TAPS)
+        weights = np.intp(digits.ctypes.data) + row * digits.shape[1] * BYTES
         for x in range(0, pitch, BYTES):
             inside = min(x, pitch - BYTES)
             _dot_lines(source + inside, pitch, weights, digits.shape[1], begin[row], to + inside)
 
 
 @instructions
-def _dot_pixels(b: Any, source: Any, pitch: Any, digits: Any, groups: Any, begin: Any, out: Any, to_pitch: Any) -> None:
-    """Write one pixel of some rows."""
-    from llvmlite import ir
+def _dot_pixels(b: Any, source: Any, starts: Any, digits: Any, groups: Any, begins: Any, out: Any) -> None:
+    """Write some pixels of one row, and four bytes more."""
+    colours = [3 * tap + colour for colour in range(3) for tap in range(TAPS)] + [0] * (BYTES - 3 * TAPS)
+    places = [_loaded(b, _plus(b, starts, 8 * one), source.type) for one in range(VECTORS)]
+    rows = [b.add(source, b.mul(place, place.type(3))) for place in places]
+    begin = [_loaded(b, _plus(b, begins, 8 * one), source.type) for one in range(VECTORS)]
+    weights = [b.add(digits, b.mul(groups, groups.type(BYTES * one))) for one in range(VECTORS)]
 
-    together = [3 * tap + colour for colour in range(3) for tap in range(TAPS)] + [0] * (BYTES - 3 * TAPS)
+    def pixels(group: Any) -> list[Any]:
+        found = [_bytes_at(b, b.add(row, b.mul(group, group.type(3 * TAPS)))) for row in rows]
+        return [_shuffled(b, one, one, colours) for one in found]
 
-    def vectors(group: Any) -> list[Any]:
-        at = b.add(source, b.mul(group, group.type(3 * TAPS)))
-        rows = [_bytes_at(b, b.add(at, b.mul(pitch, pitch.type(row)))) for row in range(ROWS)]
-        return [_shuffled(b, row, row, together) for row in rows]
-
-    pixels = b.bitcast(_sums(b, groups, digits, begin, vectors), ir.VectorType(ir.IntType(32), ROWS))
-    for row in range(ROWS):
-        pixel, to = b.extract_element(pixels, ir.IntType(32)(row)), b.add(out, b.mul(to_pitch, to_pitch.type(row)))
-        for size, offset in ((16, 0), (8, 2)):
-            part, place = ir.IntType(size), b.add(to, to.type(offset))
-            value = b.trunc(b.lshr(pixel, pixel.type(8 * offset)), part)
-            b.store(value, b.inttoptr(place, part.as_pointer()), align=1)
+    done = _sums(b, groups, weights, begin, pixels)
+    order = [4 * one + colour for one in range(VECTORS) for colour in range(3)] + [0] * (BYTES - 3 * VECTORS)
+    b.store(_shuffled(b, done, done, order), b.inttoptr(out, done.type.as_pointer()), align=1)
 
 
 @instructions
@@ -115,41 +119,49 @@ def _dot_lines(b: Any, source: Any, pitch: Any, digits: Any, groups: Any, begin:
     """Write some bytes of one row."""
     low, high = ([n // 2 + BYTES * (n % 2) + first for n in range(BYTES)] for first in (0, BYTES // 2))
 
-    def vectors(group: Any) -> list[Any]:
+    def pixels(group: Any) -> list[Any]:
         line = b.mul(group, group.type(TAPS))
-        one, two, three, four = (
-            _bytes_at(b, b.add(source, b.mul(pitch, b.add(line, line.type(tap))))) for tap in range(TAPS)
-        )
+        lines = [_bytes_at(b, b.add(source, b.mul(pitch, _plus(b, line, tap)))) for tap in range(TAPS)]
+        lines = [b.xor(one, one.type([_MIDDLE] * BYTES)) for one in lines]
         found = []
         for half in (low, high):
-            odd, even = _shuffled(b, one, three, half), _shuffled(b, two, four, half)
-            found += [_shuffled(b, odd, even, low), _shuffled(b, odd, even, high)]
+            even, odd = (_shuffled(b, lines[one], lines[one + 2], half) for one in (0, 1))
+            found += [_shuffled(b, even, odd, low), _shuffled(b, even, odd, high)]
         return found
 
-    done = _sums(b, groups, digits, begin, vectors)
+    done = _sums(b, groups, [digits] * VECTORS, [begin] * VECTORS, pixels)
     b.store(done, b.inttoptr(out, done.type.as_pointer()), align=1)
 
 
-def _sums(b: Any, groups: Any, digits: Any, begin: Any, vectors: Callable[[Any], list[Any]]) -> Any:
-    """Return sixteen weighted sums, rounded to bytes; `vectors` gives the four vectors of pixels of a group."""
+def _sums(b: Any, groups: Any, digits: list[Any], begin: list[Any], pixels: Callable[[Any], list[Any]]) -> Any:
+    """Return sixteen weighted sums, rounded to bytes.
+
+    Args:
+        b: The builder.
+        groups: How many groups of pixels there are.
+        digits: Where those of the weights are, for each vector of pixels.
+        begin: What its sums begin with.
+        pixels: Gives the vectors of pixels of a group, from -128 to 127.
+    """
     from llvmlite import ir
     from numba.core import cgutils
 
     # A compiler that does not know this processor would not use its instructions. llvmlite refuses such an attribute.
     set.add(b.function.attributes, '"target-features"="+neon,+dotprod"')
     byte, number = ir.VectorType(ir.IntType(8), BYTES), ir.VectorType(ir.IntType(32), BYTES // TAPS)
-    dot_type = ir.FunctionType(number, [number, byte, byte])
+    dot_type, nothing = ir.FunctionType(number, [number, byte, byte]), ir.Constant(number, None)
     dot = cgutils.get_or_insert_function(b.module, dot_type, "llvm.aarch64.neon.sdot.v4i32.v16i8")
-    first = [_repeated(b, b.trunc(begin, number.element), number), *[ir.Constant(number, None)] * (_DIGITS - 1)]
-    sums = [[cgutils.alloca_once_value(b, one) for one in first] for _ in range(TAPS)]
+    sums = []
+    for one in begin:
+        whole = b.insert_element(nothing, b.trunc(one, number.element), ir.IntType(32)(0))
+        given = [_shuffled(b, whole, whole, [0] * number.count), *[nothing] * (_DIGITS - 1)]
+        sums.append([cgutils.alloca_once_value(b, value) for value in given])
     with cgutils.for_range(b, groups) as loop:
-        pixels = [b.xor(one, ir.Constant(byte, [128] * BYTES)) for one in vectors(loop.index)]
-        at = b.add(digits, b.mul(loop.index, loop.index.type(_DIGITS * TAPS)))
-        for digit in range(_DIGITS):
-            place = b.inttoptr(b.add(at, at.type(digit * TAPS)), number.element.as_pointer())
-            weights = b.bitcast(_repeated(b, b.load(place, align=1), number), byte)
-            for vector, total in zip(pixels, sums, strict=True):
-                b.store(b.call(dot, [b.load(total[digit]), vector, weights]), total[digit])
+        for vector, at, total in zip(pixels(loop.index), digits, sums, strict=True):
+            weights = _loaded(b, b.add(at, b.mul(loop.index, loop.index.type(BYTES))), number)
+            for digit in range(_DIGITS):
+                same = b.bitcast(_shuffled(b, weights, weights, [digit] * number.count), byte)
+                b.store(b.call(dot, [b.load(total[digit]), vector, same]), total[digit])
     parts = []
     for total in sums:
         part = b.load(total[0])
@@ -159,30 +171,31 @@ def _sums(b: Any, groups: Any, digits: Any, begin: Any, vectors: Callable[[Any],
     while len(parts) > 1:
         every = list(range(2 * parts[0].type.count))
         parts = [_shuffled(b, one, two, every) for one, two in zip(parts[::2], parts[1::2], strict=True)]
-    (whole,) = parts
+    (done,) = parts
     for bits, limits in ((16, ((">", 0), ("<", 0xFFFF))), (8, (("<", 0xFF),))):  # as there are instructions for
         for sign, most in limits:
-            limit = ir.Constant(whole.type, [most] * BYTES)
+            limit = ir.Constant(done.type, [most] * BYTES)
             compare = b.icmp_signed if bits == 16 else b.icmp_unsigned
-            whole = b.select(compare(sign, whole, limit), whole, limit)
-        whole = b.trunc(whole, ir.VectorType(ir.IntType(bits), BYTES))
-    return whole
+            done = b.select(compare(sign, done, limit), done, limit)
+        done = b.trunc(done, ir.VectorType(ir.IntType(bits), BYTES))
+    return done
+
+
+def _plus(b: Any, value: Any, more: int) -> Any:
+    return b.add(value, value.type(more))
+
+
+def _loaded(b: Any, address: Any, kind: Any) -> Any:
+    return b.load(b.inttoptr(address, kind.as_pointer()), align=1)
 
 
 def _bytes_at(b: Any, address: Any) -> Any:
     from llvmlite import ir
 
-    return b.load(b.inttoptr(address, ir.VectorType(ir.IntType(8), BYTES).as_pointer()), align=1)
+    return _loaded(b, address, ir.VectorType(ir.IntType(8), BYTES))
 
 
 def _shuffled(b: Any, one: Any, two: Any, order: list[int]) -> Any:
     from llvmlite import ir
 
     return b.shuffle_vector(one, two, ir.Constant(ir.VectorType(ir.IntType(32), len(order)), order))
-
-
-def _repeated(b: Any, value: Any, vector: Any) -> Any:
-    from llvmlite import ir
-
-    nothing = ir.Constant(vector, ir.Undefined)
-    return _shuffled(b, b.insert_element(nothing, value, ir.IntType(32)(0)), nothing, [0] * vector.count)
