@@ -102,7 +102,7 @@ def _along_columns(image: UInt8s, height: int, support: float) -> UInt8s:
     return out
 
 
-@functools.lru_cache(maxsize=64)  # images of one source are often of one size; a table takes up to about 100 kB
+@functools.lru_cache(maxsize=16)  # images of a source are often of one size; a table takes up to about 100 kB
 def _table(size: int, new_size: int, support: float) -> tuple[Any, Any]:
     """Return the weights of an axis, and their digits where sums are made of these: else None."""
     joined = _weights(size, new_size, support)

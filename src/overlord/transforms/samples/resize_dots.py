@@ -1,8 +1,8 @@
 """Weighted sums of pixels by dot products of bytes, where a processor has instructions for them.
 
-64-bit Arm has one that multiplies sixteen bytes by sixteen others and adds up every four products; its usual
-multiplications of 32-bit numbers take ten times as long. A weight is written as three digits of eight bits, so that a
-weighted sum is three sums of products of bytes. All of them are exact: the result is that of `resize`.
+64-bit Arm has one that multiplies sixteen bytes by sixteen others and adds up every four products; those of 32-bit
+numbers make four products in twice the time. A weight is written as three digits of eight bits, so that a weighted sum
+is three sums of products of bytes. All of them are exact: the bytes are those of the other kernels of `resize`.
 
 A digit goes from -128 to 127, and so must a pixel: 128 is taken from it, and the sum of all weights times 128 is added
 to what a sum begins with.
