@@ -119,7 +119,10 @@ def words(array: UInt8s, size: int) -> npt.NDArray[Any]:
     """
     # A field of a packed record is what the compiler loads from any address, aligned or not. There are at least two
     # words: a single one is contiguous, which is another type to the compiler.
-    return np.ndarray((array.size - size + 1,), np.dtype([("word", f"u{size}")]), array, strides=(1,))
+    return np.ndarray((array.size - size + 1,), _word_type(size), array, strides=(1,))
+
+
+_word_type = functools.cache(lambda size: np.dtype([("word", f"u{size}")]))
 
 
 @kernel
