@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CALLED = """
 from overlord.core.kernels import kernel
 
@@ -25,14 +27,39 @@ def caller(x):
     return called(x)
 """
 
+INSTRUCTIONS = """
+from llvmlite import ir
+from overlord.core.kernels import instructions
 
-def test_a_change_in_a_file_reaches_kernels_of_others_that_call_it(tmp_path: Path) -> None:
-    (tmp_path / "caller.py").write_text(CALLER, encoding="utf-8")
+
+@instructions
+def called(builder, address):
+    number = ir.IntType(64)
+    place = builder.inttoptr(address, number.as_pointer())
+    builder.store(builder.add(builder.load(place), number({added})), place)
+"""
+CALLER_OF_INSTRUCTIONS = """
+import numpy as np
+from called import called
+from overlord.core.kernels import kernel
+
+
+@kernel
+def caller(x):
+    found = np.full(1, x)
+    called(np.intp(found.ctypes.data))
+    return found[0]
+"""
+
+
+@pytest.mark.parametrize(("called", "caller"), [(CALLED, CALLER), (INSTRUCTIONS, CALLER_OF_INSTRUCTIONS)])
+def test_a_change_in_a_file_reaches_kernels_of_others_that_call_it(tmp_path: Path, called: str, caller: str) -> None:
+    (tmp_path / "caller.py").write_text(caller, encoding="utf-8")
     env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
     look = "import caller; first = caller.caller(1); print(first, sum(caller.caller.stats.cache_hits.values()))"
     found = []
     for added in (1, 1, 20):
         if not found or added != 1:
-            (tmp_path / "called.py").write_text(CALLED.format(added=added), encoding="utf-8")
+            (tmp_path / "called.py").write_text(called.format(added=added), encoding="utf-8")
         found.append(subprocess.check_output([sys.executable, "-c", look], cwd=tmp_path, env=env, text=True).split())
     assert found == [["2", "0"], ["2", "1"], ["21", "0"]]

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import mmap
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -27,7 +28,7 @@ from hypothesis.extra import numpy as hnp
 import overlord as ol
 from overlord.core.messages import RunFunction
 from overlord.core.ragged import Ragged, RowBatch, num_rows, slice_rows
-from overlord.runtimes.supervision.process_workers import ProcessWorkers
+from overlord.runtimes.supervision.process_workers import ProcessWorkers, _run_into_places
 from overlord.runtimes.transport.codec import PREFIX
 from overlord.runtimes.transport.role_codec import RowMemory, receive_rows, send_rows
 from overlord.transforms.samples.per_sample import run_rows
@@ -431,7 +432,7 @@ def test_closing_is_quick_and_leaves_nothing(doing):
 _SERVICE = """
 import sys, threading, time
 import numpy as np, psutil
-from overlord.runtimes.supervision.process_workers import ProcessWorkers
+from overlord.runtimes.supervision.process_workers import ProcessWorkers, _run_into_places
 def deadly(rows):
     if sys.argv[1] == "spin" and len(rows["n"]) > 1:
         while True:
@@ -517,3 +518,27 @@ def test_bytes_that_are_no_rows_are_refused(noise, at):
         except ol.ServiceLost:
             return
     assert all(isinstance(column, (np.ndarray, Ragged)) for column in found.values())
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MAP_POPULATE"), reason="pages are mapped ahead on Linux")
+@pytest.mark.parametrize("step", [4, 64])
+def test_pages_of_dense_places_are_mapped_at_once_and_of_sparse_ones_as_they_are_written(step):
+    pages, page = 1024, mmap.PAGESIZE
+    segment = os.memfd_create("places")
+    os.ftruncate(segment, pages * page)
+    faults = []
+
+    def fill(rows, places):
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        for place in places:
+            place[:] = 7
+        faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
+        return rows
+
+    begin = np.arange(0, pages, step) * page
+    table = np.stack([begin, np.full(len(begin), 4 * page)], axis=1)
+    _run_into_places(fill, RunFunction("", 0, pages * page), {"=places": table}, [os.dup(segment)])
+    written = np.frombuffer(os.pread(segment, pages * page, 0), np.uint8)
+    os.close(segment)
+    assert (written == 7).sum() == table[:, 1].sum()
+    assert (faults[0] > 8) == (step > 4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import threading
 
 import numpy as np
@@ -11,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from overlord.transforms.samples import resize as resizing
 from overlord.transforms.samples.resize import resize
+from overlord.transforms.samples.resize_dots import has_dots
 
 pytestmark = pytest.mark.skipif(int(PIL.__version__.split(".")[0]) < 13, reason="Pillow 13 changed the order of passes")
 
@@ -20,15 +24,21 @@ FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BIL
 
 
 @settings(max_examples=150, deadline=None)
-@given(SIZES, SIZES, SIZES, SIZES, st.sampled_from(sorted(FILTERS)), st.integers(0, 2**32), st.booleans())
+@given(
+    SIZES, SIZES, SIZES, SIZES, st.sampled_from(sorted(FILTERS)), st.integers(0, 2**32), st.booleans(), st.booleans()
+)
 def test_every_byte_is_that_of_pillow(
-    height: int, width: int, rows: int, columns: int, kind: str, seed: int, harsh: bool
+    height: int, width: int, rows: int, columns: int, kind: str, seed: int, harsh: bool, dots: bool
 ) -> None:
     image = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     if harsh:  # sums overshoot on both sides, and are cut to 0 and 255
         image = np.where(image > 127, 255, 0).astype(np.uint8)
     wanted = np.asarray(Image.fromarray(image).resize((columns, rows), FILTERS[kind]))
-    np.testing.assert_array_equal(resize(image, rows, columns, kind), wanted)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resizing, "has_dots", lambda: dots and has_dots())  # both ways, on processors that have both
+        resizing._table.cache_clear()
+        np.testing.assert_array_equal(resize(image, rows, columns, kind), wanted)  # type: ignore[arg-type]
+    resizing._table.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -58,3 +68,17 @@ def test_it_runs_while_another_thread_holds_the_interpreter() -> None:
     assert len(found) == 8
     for one in found:
         np.testing.assert_array_equal(one, wanted)
+
+
+@pytest.mark.skipif(not has_dots(), reason="only some processors have dot products of bytes")
+@pytest.mark.parametrize("offset", [0, 1, 4])
+def test_nothing_is_read_behind_the_end_of_an_image(offset: int) -> None:
+    rows, columns = 16, 4 * 40 + offset
+    size = 3 * rows * columns
+    room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, room + mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + room), mmap.PAGESIZE, 0) == 0
+    image = np.frombuffer(memory, np.uint8, size, room - size).reshape(rows, columns, 3)
+    image[:] = np.random.default_rng(3).integers(0, 256, image.shape, dtype=np.uint8)
+    np.testing.assert_array_equal(resize(image, 8, 70), resize(image.copy(), 8, 70))

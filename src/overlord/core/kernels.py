@@ -41,6 +41,28 @@ class _Kernel:
             return self._compiled
 
 
+class _Instructions(_Kernel):
+    """A function that writes instructions into the kernels that call it, which numba is told at the first call."""
+
+    def load(self) -> Any:
+        """Return what kernels call."""
+        from numba.core import types
+        from numba.extending import intrinsic
+
+        @functools.wraps(self._function)  # numba counts its parameters
+        def typed(_: Any, *given: Any) -> Any:
+            def write(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+                self._function(builder, *values)
+                return context.get_dummy_value()
+
+            return types.void(*[types.intp] * len(given)), write
+
+        if self._compiled is None:
+            self._compiled = intrinsic(typed)
+            self._compiled.py_func = self._function  # for `_stamp_cache`
+        return self._compiled
+
+
 def _stamp_cache(compiled: Any) -> None:
     """Have numba take nothing from its cache that was compiled with an earlier version of another file.
 
@@ -69,3 +91,12 @@ def kernel(function: Callable[..., Any], **options: Any) -> Any:
         options: Further ones of `numba.njit`.
     """
     return _Kernel(function, options)
+
+
+def instructions(function: Callable[..., None]) -> Any:
+    """Mark a function that writes vector instructions where the compiler finds none by itself.
+
+    Args:
+        function: Is given llvmlite's builder and the values that a kernel calls it with: addresses and counts.
+    """
+    return _Instructions(function, {})

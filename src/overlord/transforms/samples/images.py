@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image, ImageEnhance, UnidentifiedImageError
 
-from overlord.core.kernels import kernel
+from overlord.core.kernels import instructions, kernel
 from overlord.core.ragged import (
     BAD_COLUMN,
     Ragged,
@@ -80,6 +80,8 @@ _TURNS = {
 _SWAPS = (5, 6, 7, 8)
 _WORD = 8
 """Bytes of a line of a patch that are copied at a time."""
+_LANES = 16
+"""Pixels whose colours are taken apart at a time."""
 _PNG_TEXT = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 """Chunks of a PNG that may hold an orientation."""
 
@@ -226,7 +228,7 @@ def patchify_into(image: UInt8s, patch: int, merge: int, out: UInt8s, *, tempora
     height, width, side = image.shape[0], image.shape[1], patch * merge
     if height % side or width % side or out.size != 3 * height * width * temporal or not out.flags.c_contiguous:
         raise ValueError(f"{height} x {width} pixels in patches of {patch} x {merge} do not fill {out.size} bytes")
-    if patch < _WORD:
+    if patch < _WORD or width < _LANES:
         cells = image.reshape(height // side, merge, patch, width // side, merge, patch, 3)
         rows = cells.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, 1, patch, patch)
         out.reshape(-1, 3, temporal, patch, patch)[:] = rows
@@ -240,17 +242,17 @@ def patchify_into(image: UInt8s, patch: int, merge: int, out: UInt8s, *, tempora
 def _patchify(
     pixels: UInt8s, patch: int, merge: int, temporal: int, planes: UInt8s, plane_words: Any, out_words: Any
 ) -> None:
-    # Colours are taken apart for whole lines, which compiles to interleaved vector loads; the lines of patches are then
-    # copied eight bytes at a time, the last ones overlapping those before them.
+    # Colours are taken apart for whole lines; the lines of patches are then copied eight bytes at a time. The last ones
+    # of both overlap those before them.
     width = planes.shape[2]
     at = 0
     for top in range(0, len(pixels), patch * merge):
         for y in range(patch * merge):
-            line, red, green, blue = pixels[top + y], planes[y, 0], planes[y, 1], planes[y, 2]
-            for x in range(np.uintp(width)):
-                red[x] = line[np.uintp(3) * x]
-                green[x] = line[np.uintp(3) * x + np.uintp(1)]
-                blue[x] = line[np.uintp(3) * x + np.uintp(2)]
+            line = np.intp(pixels.ctypes.data) + 3 * width * (top + y)
+            plane = np.intp(planes.ctypes.data) + 3 * width * y
+            for x in range(0, width, _LANES):
+                inside = min(x, width - _LANES)
+                _take_apart(line + 3 * inside, plane + inside, width)
         for left in range(0, width, patch * merge):
             for part in range(merge * merge):
                 first = part // merge * patch * 3 * width + left + part % merge * patch
@@ -266,9 +268,26 @@ def _patchify(
                         at += patch * patch
 
 
+@instructions
+def _take_apart(builder: Any, line: Any, plane: Any, width: Any) -> None:
+    """Write the colours of some pixels into three planes. The compiler makes no vectors of such a loop."""
+    from llvmlite import ir
+
+    byte, number = ir.IntType(8), ir.IntType(32)
+    given, taken = ir.VectorType(byte, 3 * _LANES), ir.VectorType(byte, _LANES)
+    pixels = builder.load(builder.inttoptr(line, given.as_pointer()), align=1)
+    for colour in range(3):
+        places = ir.Constant(ir.VectorType(number, _LANES), list(range(colour, 3 * _LANES, 3)))
+        part = builder.shuffle_vector(pixels, ir.Constant(given, ir.Undefined), places)
+        builder.store(part, builder.inttoptr(plane, taken.as_pointer()), align=1)
+        plane = builder.add(plane, width)
+
+
 def warm_images() -> None:
     """Load the kernels of images."""
-    patchify_into(resize_image(np.zeros((9, 9, 3), np.uint8), _WORD, _WORD), _WORD, 1, np.empty(3 * _WORD**2, np.uint8))
+    for side in (2, 9):  # small images have kernels of their own
+        image = resize_image(np.zeros((side, side, 3), np.uint8), _LANES, _LANES)
+    patchify_into(image, _LANES, 1, np.empty(3 * _LANES**2, np.uint8))
 
 
 def normalize_patches(

@@ -22,13 +22,21 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.core.kernels import kernel
+from overlord.transforms.samples.resize_dots import (
+    BITS,
+    BYTES,
+    TAPS,
+    VECTORS,
+    dot_columns,
+    dot_rows,
+    has_dots,
+    weight_digits,
+)
 
 UInt8s = npt.NDArray[np.uint8]
 Filter = Literal["bicubic", "bilinear"]
 
-_BITS = 22
-"""Fractional bits of a weight: a sum of 255 times all weights of a pixel stays within 32 bits."""
-_HALF = 1 << (_BITS - 1)
+_HALF = 1 << (BITS - 1)
 _ROWS = 64
 """Rows of an image that are turned together (see `_along_rows`): two copies of them stay in a core's cache."""
 _STEP = 16
@@ -67,7 +75,11 @@ def _along_rows(image: UInt8s, width: int, support: float) -> UInt8s:
         return image
     if columns == 1:
         return np.repeat(image, width, axis=1)
-    joined = _weights(columns, width, support)
+    joined, dots = _table(columns, width, support)
+    if dots and width >= VECTORS:
+        made, line = (np.empty(3 * size + BYTES, np.uint8) for size in (rows * width, columns))
+        dot_columns(image.reshape(rows, -1), line, *dots, made)
+        return made[:-BYTES].reshape(rows, width, 3)
     together = min(_ROWS, -(-rows // _STEP) * _STEP)
     turned, done = (np.empty((size, 3 * together), np.uint8) for size in (columns, width))
     out = np.empty((max(rows * width, 2), 3), np.uint8)
@@ -81,8 +93,21 @@ def _along_columns(image: UInt8s, height: int, support: float) -> UInt8s:
     if image.shape[0] == height:
         return image
     out = np.empty((height, *image.shape[1:]), np.uint8)
-    _join_rows(image.reshape(len(image), -1), *_weights(image.shape[0], height, support), out.reshape(height, -1))
+    given, made = image.reshape(len(image), -1), out.reshape(height, -1)
+    joined, dots = _table(image.shape[0], height, support)
+    if dots and given.shape[1] >= BYTES:
+        dot_rows(given, *dots, made)
+    else:
+        _join_rows(given, *joined, made)
     return out
+
+
+@functools.lru_cache(maxsize=16)  # images of a source are often of one size; a table takes up to about 100 kB
+def _table(size: int, new_size: int, support: float) -> tuple[Any, Any]:
+    """Return the weights of an axis, and their digits where sums are made of these: else None."""
+    joined = _weights(size, new_size, support)
+    usable = has_dots() and -(-int(joined[1].max()) // TAPS) * TAPS <= size
+    return joined, weight_digits(size, *joined) if usable else None
 
 
 def words(array: UInt8s, size: int) -> npt.NDArray[Any]:
@@ -94,7 +119,10 @@ def words(array: UInt8s, size: int) -> npt.NDArray[Any]:
     """
     # A field of a packed record is what the compiler loads from any address, aligned or not. There are at least two
     # words: a single one is contiguous, which is another type to the compiler.
-    return np.ndarray((array.size - size + 1,), np.dtype([("word", f"u{size}")]), array, strides=(1,))
+    return np.ndarray((array.size - size + 1,), _word_type(size), array, strides=(1,))
+
+
+_word_type = functools.cache(lambda size: np.dtype([("word", f"u{size}")]))
 
 
 @kernel
@@ -123,13 +151,13 @@ def _weights(size: int, new_size: int, support: float) -> Any:
             total += exact[i]
         for i in range(count[at]):
             share = exact[i] / total if total != 0.0 else exact[i]
-            weights[at, i] = int(share * (1 << _BITS) + (-0.5 if share < 0 else 0.5))
+            weights[at, i] = int(share * (1 << BITS) + (-0.5 if share < 0 else 0.5))
     return first, count, weights
 
 
 @functools.partial(kernel, inline="always")
 def _rounded(total: Any) -> Any:
-    return np.uint8(min(max(total >> np.int32(_BITS), np.int32(0)), np.int32(255)))
+    return np.uint8(min(max(total >> np.int32(BITS), np.int32(0)), np.int32(255)))
 
 
 @kernel
