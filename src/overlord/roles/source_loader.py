@@ -29,7 +29,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,6 +42,8 @@ from overlord.core.ragged import (
     BAD_COLUMN,
     NOT_PARSED,
     RowBatch,
+    Scattered,
+    SharedMemory,
     blank_rows,
     concat_rows,
     copied_run,
@@ -91,6 +93,8 @@ KNOWN_BYTES = 128 << 10
 """Bytes of metadata that each loader keeps of dropped rows."""
 ITEM_COLUMNS = ("media_start", "media_length")
 """Columns of a chunk that belong to the metadata of its rows."""
+MEDIA = "media"
+"""The column of a chunk with its encoded images, clips and sounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +182,20 @@ class ReadBuffer:
             self._known_bytes -= self._known.popleft().nbytes
 
 
-def gather(picks: list[tuple[Chunk, npt.NDArray[np.int64]]]) -> RowBatch:
-    """Return the kept columns of picked rows (chunk, rows in the chunk), concatenated."""
+def gather(picks: list[tuple[Chunk, npt.NDArray[np.int64]]], memory: SharedMemory | None) -> RowBatch:
+    """Return the kept columns of picked rows (chunk, rows in the chunk), concatenated.
+
+    Encoded media in shared memory are not copied: workers find them there.
+    """
+    media = [ragged_column(chunk.kept, MEDIA) for chunk, _ in picks if MEDIA in chunk.kept]
+    found = memory.spanning([one.values for one in media]) if media and memory is not None else None
+    if found is not None:
+        parts = [(rows, one.offsets, begin) for one, begin, (_, rows) in zip(media, found[1], picks, strict=True)]
+        begin = np.concatenate([offsets[rows] + at for rows, offsets, at in parts])
+        end = np.concatenate([offsets[rows + 1] + at for rows, offsets, at in parts])
+        shared: Any = Scattered(found[0], begin, end - begin, np.dtype(np.uint8))
+        others = [(replace(c, kept={n: v for n, v in c.kept.items() if n != MEDIA}), rows) for c, rows in picks]
+        return {**gather(others, None), MEDIA: shared}
     chunk, rows = picks[0]
     if len(picks) == 1 and (rows[1:] - rows[:-1] == 1).all():  # most often: a step takes the next few rows of a chunk
         return copied_run(chunk.kept, int(rows[0]), int(rows[-1]) + 1)
@@ -223,6 +239,11 @@ class Blocks(Protocol):
 
     def hold(self, rows: RowBatch) -> HeldRows:
         """Hold the rows of a group, in memory or on disk."""
+        ...
+
+    @property
+    def memory(self) -> SharedMemory | None:
+        """Where rows that go to workers are."""
         ...
 
     def forget(self) -> None:
@@ -641,7 +662,7 @@ class SourceLoader:
         """Pop the planned samples from the buffer; call the result to copy them, which changes nothing here."""
         picks = self._pick(order.meta)
         self.release(order.end)
-        return lambda: Staged(order, gather(picks))
+        return lambda: Staged(order, gather(picks, self._files.memory))
 
     def release(self, cursor: Cursor) -> None:
         """Drop the rows before a cursor."""
