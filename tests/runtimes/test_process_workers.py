@@ -25,8 +25,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import overlord as ol
-from overlord.core.messages import RunFunction, SharedRows
+from overlord.core.messages import Media, RunFunction, SharedRows
 from overlord.core.ragged import Ragged, RowBatch, Scattered, num_rows, slice_rows
+from overlord.core.samples import META
+from overlord.roles.source_loader import Chunk, gather
 from overlord.runtimes.supervision.process_workers import ProcessWorkers
 from overlord.runtimes.transport.codec import PREFIX
 from overlord.runtimes.transport.role_codec import RowMemory, copied_bytes, receive_rows, rows_from, send_rows
@@ -432,6 +434,8 @@ def test_closing_is_quick_and_leaves_nothing(doing):
 _SERVICE = """
 import sys, threading, time
 import numpy as np, psutil
+from overlord.core.samples import META
+from overlord.roles.source_loader import Chunk, gather
 from overlord.runtimes.supervision.process_workers import ProcessWorkers
 def deadly(rows):
     if sys.argv[1] == "spin" and len(rows["n"]) > 1:
@@ -559,6 +563,29 @@ def test_rows_in_a_heap_are_not_copied():
     service.asked = service.asked[:8]  # too little for the rest: everything travels, in one piece
     _, found = rows_from(service.ask(RunFunction("f"), asked))
     assert [found["items"][row].tobytes() for row in range(2)] == [scattered[row].tobytes() for row in range(2)]
+
+
+def test_media_of_several_chunks_stay_where_they_are_and_travel_in_one_piece():
+    heap, rng = SharedHeap(1 << 22), np.random.default_rng(0)
+    chunks = []
+    for group in range(2):
+        values = heap.empty(HEAP_LEAST)
+        values[:] = rng.integers(0, 256, HEAP_LEAST)
+        media = Ragged(values, np.array([0, 1000, 1000, HEAP_LEAST]))
+        meta = np.zeros(3, META)
+        chunks.append(Chunk(0, group, 0, meta, {"media": media, "n": np.arange(3) + 10 * group}))
+    picks = [(chunks[0], np.array([0, 2])), (chunks[1], np.array([2]))]
+    copied, found = gather(picks, None), gather(picks, heap)
+    assert found["n"].tolist() == copied["n"].tolist() == [0, 2, 12]
+    assert [found["media"][row].tobytes() for row in range(3)] == [copied["media"][row].tobytes() for row in range(3)]
+    assert np.shares_memory(found["media"].memory, heap.memory) and not np.shares_memory(copied["media"].values, values)
+    some = np.zeros(3, np.int32)
+    columns = dict.fromkeys(("start", "length", "seconds", "seeds", "bad"), some) | {"grids": np.zeros((3, 3))}
+    place = {"values": found["media"].memory, "begin": found["media"].begin, "nbytes_of": found["media"].sizes}
+    media = Media(kind="image", rows=np.arange(4), encoded=True, **columns, **place)
+    for one in (media.compact(), Media.concat([media, media])):
+        assert len(one.values) == one.nbytes
+        assert [one.data(row).tobytes() for row in range(3)] == [media.data(row).tobytes() for row in range(3)]
 
 
 @given(st.binary(min_size=1, max_size=60), st.integers(0, 200))

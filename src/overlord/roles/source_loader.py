@@ -27,9 +27,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -108,20 +108,14 @@ class Chunk:
     kept: RowBatch
     margin: tuple[int, int] = (0, 0)
     """Tokens before and after an image's placeholders that are never cut off from it."""
+    stop: int = field(init=False)
+    """The offset after the last row."""
+    nbytes: int = field(init=False)
+    """Bytes held."""
 
-    @property
-    def stop(self) -> int:
-        """The offset after the last row."""
-        return self.offset + len(self.meta)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self.meta.nbytes + num_bytes(self.kept)
-
-    def has(self, cursor: Cursor) -> bool:
-        """Whether the row at a cursor is one of these."""
-        return (self.epoch, self.group) == cursor[:2] and self.offset <= cursor.offset < self.stop
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", self.offset + len(self.meta))
+        object.__setattr__(self, "nbytes", self.meta.nbytes + num_bytes(self.kept))
 
 
 class ReadBuffer:
@@ -129,7 +123,7 @@ class ReadBuffer:
 
     def __init__(self) -> None:
         self._chunks: dict[tuple[int, int], list[Chunk]] = {}
-        self._known: deque[Chunk] = deque()
+        self._known: dict[tuple[int, int], deque[Chunk]] = {}
         self._known_bytes = 0
         self.nbytes = 0
 
@@ -140,10 +134,7 @@ class ReadBuffer:
 
     def covering(self, cursor: Cursor) -> Chunk | None:
         """Return the chunk that holds the row at a cursor."""
-        for chunk in self._chunks.get(cursor[:2], ()):
-            if chunk.offset <= cursor.offset < chunk.stop:
-                return chunk
-        return None
+        return _covering(self._chunks.get(cursor[:2], ()), cursor.offset)
 
     def bytes_from(self, cursor: Cursor) -> int:
         """Return the bytes of chunks that reach beyond a cursor."""
@@ -157,7 +148,7 @@ class ReadBuffer:
 
     def describing(self, cursor: Cursor) -> Chunk | None:
         """Return a chunk with the metadata of the row at a cursor; the row itself may have been dropped from it."""
-        return self.covering(cursor) or next((chunk for chunk in self._known if chunk.has(cursor)), None)
+        return self.covering(cursor) or _covering(self._known.get(cursor[:2], ()), cursor.offset)
 
     def release(self, before: Cursor) -> None:
         """Drop the chunks that end before a cursor."""
@@ -176,10 +167,21 @@ class ReadBuffer:
 
     def _remember(self, chunk: Chunk) -> None:
         items = {name: chunk.kept[name] for name in ITEM_COLUMNS if name in chunk.kept}
-        self._known.append(Chunk(chunk.epoch, chunk.group, chunk.offset, chunk.meta, items, chunk.margin))
-        self._known_bytes += self._known[-1].nbytes
+        known = Chunk(chunk.epoch, chunk.group, chunk.offset, chunk.meta, items, chunk.margin)
+        self._known.setdefault((chunk.epoch, chunk.group), deque()).append(known)
+        self._known_bytes += known.nbytes
         while self._known_bytes > KNOWN_BYTES:
-            self._known_bytes -= self._known.popleft().nbytes
+            oldest = next(iter(self._known))
+            self._known_bytes -= self._known[oldest].popleft().nbytes
+            if not self._known[oldest]:
+                del self._known[oldest]
+
+
+def _covering(chunks: Iterable[Chunk], offset: int) -> Chunk | None:
+    for chunk in chunks:
+        if chunk.offset <= offset < chunk.stop:
+            return chunk
+    return None
 
 
 def gather(picks: list[tuple[Chunk, npt.NDArray[np.int64]]], memory: SharedMemory | None) -> RowBatch:
