@@ -26,11 +26,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import overlord as ol
-from overlord.core.messages import RunFunction
-from overlord.core.ragged import Ragged, RowBatch, num_rows, slice_rows
+from overlord.core.messages import Media, RunFunction, SharedRows
+from overlord.core.ragged import Ragged, RowBatch, Scattered, num_rows, slice_rows
+from overlord.core.samples import META
+from overlord.roles.source_loader import Chunk, gather
 from overlord.runtimes.supervision.process_workers import ProcessWorkers, _run_into_places
 from overlord.runtimes.transport.codec import PREFIX
-from overlord.runtimes.transport.role_codec import RowMemory, receive_rows, send_rows
+from overlord.runtimes.transport.role_codec import RowMemory, copied_bytes, receive_rows, rows_from, send_rows
+from overlord.runtimes.transport.shared_memory import HEAP_LEAST, SharedHeap
 from overlord.transforms.samples.per_sample import run_rows
 
 SEGFAULT, EXIT, SLEEP, SPIN, SYS_EXIT = 1000, 1001, 1002, 1003, 1004
@@ -432,7 +435,7 @@ def test_closing_is_quick_and_leaves_nothing(doing):
 _SERVICE = """
 import sys, threading, time
 import numpy as np, psutil
-from overlord.runtimes.supervision.process_workers import ProcessWorkers, _run_into_places
+from overlord.runtimes.supervision.process_workers import ProcessWorkers
 def deadly(rows):
     if sys.argv[1] == "spin" and len(rows["n"]) > 1:
         while True:
@@ -502,6 +505,86 @@ def test_what_is_kept_of_an_answer_is_not_overwritten_by_the_next(columns):
     for number, one in enumerate(columns):
         assert kept[f"{number}"].values.tobytes() == one.tobytes()
     assert kept["same"].base is asked["same"] or np.shares_memory(kept["same"], asked["same"])
+
+
+def test_memory_of_a_heap_is_used_again_when_the_last_view_is_gone():
+    heap = SharedHeap(8 << 20)
+    first = heap.empty(1 << 20)
+    place, view = first.__array_interface__["data"][0], first[5:9].view(np.int32)
+    del first
+    other = heap.empty(1 << 20)
+    assert other.__array_interface__["data"][0] != place  # a view is left
+    view[:] = 7
+    del view
+    again = heap.empty(1 << 20)
+    assert again.__array_interface__["data"][0] == place and again[5] == 7
+    small, large = heap.empty(100), heap.empty(16 << 20)  # in memory of the process alone
+    assert heap.spanning([small]) is None and heap.spanning([again, large]) is None
+    again[:3], other[:3] = 1, 2
+    whole, begins = heap.spanning([again, other])
+    del again, other
+    heap.empty(1 << 20)[:] = 0  # not in the place of what the whole spans
+    assert [whole[begin : begin + 3].tolist() for begin in begins] == [[1] * 3, [2] * 3]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(HEAP_LEAST, 40 * HEAP_LEAST)), max_size=40))
+@settings(max_examples=60)
+def test_arrays_of_a_heap_never_overlap(steps):
+    heap, held = SharedHeap(64 * HEAP_LEAST), {}
+    for number, (slot, size) in enumerate(steps):
+        held.pop(slot, None)
+        held[slot] = heap.empty(size), number % 251
+        held[slot][0][:] = number % 251
+        assert all((array == value).all() for array, value in held.values())
+    held.clear()
+    assert heap.spanning([heap.empty(64 * HEAP_LEAST)]) is not None  # all of it is free again, in one piece
+
+
+def test_rows_in_a_heap_are_not_copied():
+    heap = SharedHeap(1 << 22)
+    blocks = [np.frombuffer(mmap.mmap(-1, 1 << 12), np.uint8) for _ in range(2)]
+    service = RowMemory(*blocks, heap.memory)
+    worker = RowMemory(*blocks, np.frombuffer(mmap.mmap(heap.fd, len(heap.memory)), np.uint8))
+    values = heap.empty(1 << 20)
+    values[:] = np.arange(1 << 20) % 251
+    rows = Ragged(values, np.array([100, 5000, 1 << 20]))
+    scattered = Scattered(values, np.array([7, 3]), np.array([2, 100_000]), np.dtype(np.uint8))
+    asked: RowBatch = {"rows": rows, "items": scattered, "n": np.arange(2)}
+    assert copied_bytes(asked, heap.memory) < 200
+    message = service.ask(RunFunction("f"), asked)
+    assert isinstance(message, SharedRows)
+    head, found = worker.question_of(message)
+    for name in ("rows", "items"):
+        assert [found[name][row].tobytes() for row in range(2)] == [asked[name][row].tobytes() for row in range(2)]
+    _, kept = service.answer_of(worker.answer(head, {"kept": found["rows"].slice(1, 2)}))
+    kept = service.kept(kept)
+    assert np.shares_memory(kept["kept"].values, values) and kept["kept"][0].tobytes() == rows[1].tobytes()
+    service.asked = service.asked[:8]  # too little for the rest: everything travels, in one piece
+    _, found = rows_from(service.ask(RunFunction("f"), asked))
+    assert [found["items"][row].tobytes() for row in range(2)] == [scattered[row].tobytes() for row in range(2)]
+
+
+def test_media_of_several_chunks_stay_where_they_are_and_travel_in_one_piece():
+    heap, rng = SharedHeap(1 << 22), np.random.default_rng(0)
+    chunks = []
+    for group in range(2):
+        values = heap.empty(HEAP_LEAST)
+        values[:] = rng.integers(0, 256, HEAP_LEAST)
+        media = Ragged(values, np.array([0, 1000, 1000, HEAP_LEAST]))
+        meta = np.zeros(3, META)
+        chunks.append(Chunk(0, group, 0, meta, {"media": media, "n": np.arange(3) + 10 * group}))
+    picks = [(chunks[0], np.array([0, 2])), (chunks[1], np.array([2]))]
+    copied, found = gather(picks, None), gather(picks, heap)
+    assert found["n"].tolist() == copied["n"].tolist() == [0, 2, 12]
+    assert [found["media"][row].tobytes() for row in range(3)] == [copied["media"][row].tobytes() for row in range(3)]
+    assert np.shares_memory(found["media"].memory, heap.memory) and not np.shares_memory(copied["media"].values, values)
+    some = np.zeros(3, np.int32)
+    columns = dict.fromkeys(("start", "length", "seconds", "seeds", "bad"), some) | {"grids": np.zeros((3, 3))}
+    place = {"values": found["media"].memory, "begin": found["media"].begin, "nbytes_of": found["media"].sizes}
+    media = Media(kind="image", rows=np.arange(4), encoded=True, **columns, **place)
+    for one in (media.compact(), Media.concat([media, media])):
+        assert len(one.values) == one.nbytes
+        assert [one.data(row).tobytes() for row in range(3)] == [media.data(row).tobytes() for row in range(3)]
 
 
 @given(st.binary(min_size=1, max_size=60), st.integers(0, 200))

@@ -119,9 +119,14 @@ class Media:
         begin = np.where(here, offsets[:-1], -1)
         return replace(self, rows=offsets_of(counts), values=values, begin=begin, nbytes_of=sizes, **columns)
 
+    def compact(self) -> Media:
+        """Return the same media without the bytes between them, as they travel: they may lie anywhere in a memory."""
+        return self if len(self.values) == self.nbytes else self.take(np.arange(len(self.rows) - 1))
+
     @staticmethod
     def concat(parts: Sequence[Media]) -> Media:
         """Join the media of several runs of samples of one source."""
+        parts = [part.compact() for part in parts]
         lead = np.cumsum([0, *(len(part.values) for part in parts)])
         columns: dict[str, Any] = {
             name: np.concatenate([getattr(part, name) for part in parts])
@@ -182,7 +187,8 @@ class Payload:
 
     def compact(self) -> Payload:
         """Return the same samples without what its arrays hold besides, as it travels."""
-        return replace(self, tokens=self.tokens.compact(), loss=self.loss.compact())
+        media = self.media and self.media.compact()
+        return replace(self, tokens=self.tokens.compact(), loss=self.loss.compact(), media=media)
 
     @staticmethod
     def joined(parts: Sequence[Payload]) -> Payload:
@@ -599,6 +605,8 @@ class MapMemory(Message, frozen=True):
     """For what the service sends."""
     answer_bytes: int
     """For the answers."""
+    heap_bytes: int
+    """With rows of the service, which are told by their places."""
 
 
 class SharedArray(NamedTuple):

@@ -429,6 +429,7 @@ class _CutGroups(Sequence[Group]):
     def __init__(self, key: int, blocks: _Blocks, shuffle_bytes: int) -> None:
         self._key = key
         self._blocks = blocks
+        self._row_bytes = blocks.row_bytes
         cost = blocks.bytes + ROW_COST * blocks.rows
         budget = max(1, shuffle_bytes // 2)
         parts = -(-cost // max(1, budget // WHOLE_BLOCKS))
@@ -468,7 +469,7 @@ class _CutGroups(Sequence[Group]):
             is_part=of > 1,
             whole=True,
             shuffled=True,
-            row_bytes=self._blocks.row_bytes,
+            row_bytes=self._row_bytes,
             num_rows=int((stop - first).sum()),
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -182,7 +182,7 @@ class Scattered:
     """Of the values of the rows."""
 
     @classmethod
-    def of(cls, rows: Ragged, chosen: npt.NDArray[np.integer]) -> Scattered:
+    def of(cls, rows: Ragged, chosen: npt.NDArray[np.integer] | slice) -> Scattered:
         """Return some rows of a ragged array, where they are."""
         size = rows.values.itemsize
         begin, lengths = rows.offsets[:-1][chosen] * size, rows.lengths[chosen] * size
@@ -190,6 +190,9 @@ class Scattered:
 
     def __len__(self) -> int:
         return len(self.begin)
+
+    def __getitem__(self, row: int) -> Array:
+        return self.memory[self.begin[row] : self.begin[row] + self.sizes[row]].view(self.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -310,7 +313,19 @@ def sizes_column(column: str) -> str:
 RowBatch = dict[str, "Ragged | Array"]
 """Some rows of a source as columns: binary, text and list columns are Ragged, numbers are arrays.
 
-What is sent to process workers may also have columns that are Scattered: they arrive as Ragged ones."""
+What is sent to process workers may also have columns that are Scattered; those of bytes may arrive as such."""
+
+
+class SharedMemory(Protocol):
+    """Memory for rows that other processes see too."""
+
+    def empty(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return an array of so many bytes; it may be of this process alone."""
+        ...
+
+    def spanning(self, arrays: Sequence[Array]) -> tuple[npt.NDArray[np.uint8], list[int]] | None:
+        """Return an array that reaches over some arrays, and where each begins in it; None if one is not here."""
+        ...
 
 
 RowsInPlace = dict[str, "Scattered | Array"]
@@ -353,6 +368,7 @@ def gather_columns(
     parts: Sequence[tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]],
     begin: npt.NDArray[np.int64],
     sizes: npt.NDArray[np.int64],
+    memory: SharedMemory | None = None,
 ) -> RowBatch:
     """Return rows that lie in several pieces of memory as one batch, copied once.
 
@@ -361,20 +377,21 @@ def gather_columns(
         parts: Each piece of memory, with the numbers of the rows that lie there.
         begin: [columns, rows]: where each row begins in its memory.
         sizes: The same for its bytes.
+        memory: Where they are copied to; by default to memory of this process alone.
 
     Example:
-        >>> memory, rows = np.frombuffer(b"abcd", np.uint8), np.arange(2)
+        >>> text, rows = np.frombuffer(b"abcd", np.uint8), np.arange(2)
         >>> columns = [("w", np.dtype(np.uint8), True)]
-        >>> found = gather_columns(columns, [(memory, rows)], np.array([[2, 0]]), np.array([[2, 1]]))
+        >>> found = gather_columns(columns, [(text, rows)], np.array([[2, 0]]), np.array([[2, 1]]))
         >>> bytes(found["w"].values), found["w"].offsets.tolist()
         (b'cda', [0, 2, 3])
     """
     made: RowBatch = {}
     for (name, dtype, ragged), starts, lengths in zip(columns, begin, sizes, strict=True):
         offsets = offsets_of(lengths)
-        out = np.empty(int(offsets[-1]), np.uint8)
-        for memory, rows in parts:
-            _copy_some(memory, rows, starts, offsets, out)
+        out = np.empty(int(offsets[-1]), np.uint8) if memory is None else memory.empty(int(offsets[-1]))
+        for source, rows in parts:
+            _copy_some(source, rows, starts, offsets, out)
         values = out.view(dtype)
         made[name] = Ragged(values, offsets // dtype.itemsize) if ragged else values
     return made

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from overlord.core.ragged import SharedMemory
 from overlord.core.samples import FILE_SHIFT
 from overlord.errors import OverlordError, SourceError
 from overlord.readers.files import StoredFile, verify_unchanged
@@ -54,6 +55,8 @@ class IndexCache:
         """Folder for spilled rows; its files have no name, and are deleted when they are closed."""
         self.groups = HeldGroups(self.scratch, group_bytes)
         """The shuffle groups of all sources with this cache, of which so many bytes are held in memory."""
+        self.memory: SharedMemory | None = None
+        """For rows that go to workers."""
         # Threads that want the same file get the same lock; files may share a lock.
         self._locks = [threading.Lock() for _ in range(_NUM_LOCKS)]
         self._table_lock = threading.Lock()  # building a table indexes files

@@ -29,6 +29,7 @@ from overlord.core.ragged import (
     NOT_WHOLE,
     Kind,
     RowBatch,
+    SharedMemory,
     concat_rows,
     gather_columns,
     num_rows,
@@ -220,6 +221,11 @@ class SourceFiles:
         missing = [file for file in files if self._cache.find(file, self._reader, columns) is None]
         if len(missing) > 1:
             build_indices(self._cache, missing, self._reader, columns)
+
+    @property
+    def memory(self) -> SharedMemory | None:
+        """Where rows that go to workers are copied to."""
+        return self._cache.memory
 
     def hold(self, rows: RowBatch) -> HeldRows:
         """Hold the rows of a shuffle group, in memory or on disk."""
@@ -469,7 +475,7 @@ class SourceFiles:
         begin, sizes = np.empty((2, len(columns), len(rows)), np.int64)
         try:
             located = [(block.locate(rows[chosen], chosen, begin, sizes), chosen) for block, chosen in parts]
-            return gather_columns(columns, located, begin, sizes)
+            return gather_columns(columns, located, begin, sizes, self.memory)
         finally:
             for block, _ in parts:
                 block.release()

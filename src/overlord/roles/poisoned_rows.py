@@ -143,6 +143,8 @@ def poisoned_in(verdicts: Mapping[int, Verdict], rows: Int64s, epoch: int) -> Bo
         >>> poisoned_in({7: Verdict("why", epoch=1)}, np.array([6, 7]), 1).tolist()
         [False, True]
     """
+    if not verdicts:  # as in nearly all sources
+        return np.zeros(len(rows), np.bool_)
     return np.isin(rows, np.array([row for row, one in verdicts.items() if one.epoch <= epoch], np.int64))
 
 

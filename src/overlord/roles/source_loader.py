@@ -27,9 +27,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,6 +42,8 @@ from overlord.core.ragged import (
     BAD_COLUMN,
     NOT_PARSED,
     RowBatch,
+    Scattered,
+    SharedMemory,
     blank_rows,
     concat_rows,
     copied_run,
@@ -91,6 +93,8 @@ KNOWN_BYTES = 128 << 10
 """Bytes of metadata that each loader keeps of dropped rows."""
 ITEM_COLUMNS = ("media_start", "media_length")
 """Columns of a chunk that belong to the metadata of its rows."""
+MEDIA = "media"
+"""The column of a chunk with its encoded images, clips and sounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +108,14 @@ class Chunk:
     kept: RowBatch
     margin: tuple[int, int] = (0, 0)
     """Tokens before and after an image's placeholders that are never cut off from it."""
+    stop: int = field(init=False)
+    """The offset after the last row."""
+    nbytes: int = field(init=False)
+    """Bytes held."""
 
-    @property
-    def stop(self) -> int:
-        """The offset after the last row."""
-        return self.offset + len(self.meta)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self.meta.nbytes + num_bytes(self.kept)
-
-    def has(self, cursor: Cursor) -> bool:
-        """Whether the row at a cursor is one of these."""
-        return (self.epoch, self.group) == cursor[:2] and self.offset <= cursor.offset < self.stop
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", self.offset + len(self.meta))
+        object.__setattr__(self, "nbytes", self.meta.nbytes + num_bytes(self.kept))
 
 
 class ReadBuffer:
@@ -125,7 +123,7 @@ class ReadBuffer:
 
     def __init__(self) -> None:
         self._chunks: dict[tuple[int, int], list[Chunk]] = {}
-        self._known: deque[Chunk] = deque()
+        self._known: dict[tuple[int, int], deque[Chunk]] = {}
         self._known_bytes = 0
         self.nbytes = 0
 
@@ -136,10 +134,7 @@ class ReadBuffer:
 
     def covering(self, cursor: Cursor) -> Chunk | None:
         """Return the chunk that holds the row at a cursor."""
-        for chunk in self._chunks.get(cursor[:2], ()):
-            if chunk.offset <= cursor.offset < chunk.stop:
-                return chunk
-        return None
+        return _covering(self._chunks.get(cursor[:2], ()), cursor.offset)
 
     def bytes_from(self, cursor: Cursor) -> int:
         """Return the bytes of chunks that reach beyond a cursor."""
@@ -153,7 +148,7 @@ class ReadBuffer:
 
     def describing(self, cursor: Cursor) -> Chunk | None:
         """Return a chunk with the metadata of the row at a cursor; the row itself may have been dropped from it."""
-        return self.covering(cursor) or next((chunk for chunk in self._known if chunk.has(cursor)), None)
+        return self.covering(cursor) or _covering(self._known.get(cursor[:2], ()), cursor.offset)
 
     def release(self, before: Cursor) -> None:
         """Drop the chunks that end before a cursor."""
@@ -172,14 +167,37 @@ class ReadBuffer:
 
     def _remember(self, chunk: Chunk) -> None:
         items = {name: chunk.kept[name] for name in ITEM_COLUMNS if name in chunk.kept}
-        self._known.append(Chunk(chunk.epoch, chunk.group, chunk.offset, chunk.meta, items, chunk.margin))
-        self._known_bytes += self._known[-1].nbytes
+        known = Chunk(chunk.epoch, chunk.group, chunk.offset, chunk.meta, items, chunk.margin)
+        self._known.setdefault((chunk.epoch, chunk.group), deque()).append(known)
+        self._known_bytes += known.nbytes
         while self._known_bytes > KNOWN_BYTES:
-            self._known_bytes -= self._known.popleft().nbytes
+            oldest = next(iter(self._known))
+            self._known_bytes -= self._known[oldest].popleft().nbytes
+            if not self._known[oldest]:
+                del self._known[oldest]
 
 
-def gather(picks: list[tuple[Chunk, npt.NDArray[np.int64]]]) -> RowBatch:
-    """Return the kept columns of picked rows (chunk, rows in the chunk), concatenated."""
+def _covering(chunks: Iterable[Chunk], offset: int) -> Chunk | None:
+    for chunk in chunks:
+        if chunk.offset <= offset < chunk.stop:
+            return chunk
+    return None
+
+
+def gather(picks: list[tuple[Chunk, npt.NDArray[np.int64]]], memory: SharedMemory | None) -> RowBatch:
+    """Return the kept columns of picked rows (chunk, rows in the chunk), concatenated.
+
+    Encoded media in shared memory are not copied: workers find them there.
+    """
+    media = [ragged_column(chunk.kept, MEDIA) for chunk, _ in picks if MEDIA in chunk.kept]
+    found = memory.spanning([one.values for one in media]) if media and memory is not None else None
+    if found is not None:
+        parts = [(rows, one.offsets, begin) for one, begin, (_, rows) in zip(media, found[1], picks, strict=True)]
+        begin = np.concatenate([offsets[rows] + at for rows, offsets, at in parts])
+        end = np.concatenate([offsets[rows + 1] + at for rows, offsets, at in parts])
+        shared: Any = Scattered(found[0], begin, end - begin, np.dtype(np.uint8))
+        others = [(replace(c, kept={n: v for n, v in c.kept.items() if n != MEDIA}), rows) for c, rows in picks]
+        return {**gather(others, None), MEDIA: shared}
     chunk, rows = picks[0]
     if len(picks) == 1 and (rows[1:] - rows[:-1] == 1).all():  # most often: a step takes the next few rows of a chunk
         return copied_run(chunk.kept, int(rows[0]), int(rows[-1]) + 1)
@@ -223,6 +241,11 @@ class Blocks(Protocol):
 
     def hold(self, rows: RowBatch) -> HeldRows:
         """Hold the rows of a group, in memory or on disk."""
+        ...
+
+    @property
+    def memory(self) -> SharedMemory | None:
+        """Where rows that go to workers are."""
         ...
 
     def forget(self) -> None:
@@ -641,7 +664,7 @@ class SourceLoader:
         """Pop the planned samples from the buffer; call the result to copy them, which changes nothing here."""
         picks = self._pick(order.meta)
         self.release(order.end)
-        return lambda: Staged(order, gather(picks))
+        return lambda: Staged(order, gather(picks, self._files.memory))
 
     def release(self, cursor: Cursor) -> None:
         """Drop the rows before a cursor."""

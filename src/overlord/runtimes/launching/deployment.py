@@ -55,6 +55,7 @@ from overlord.runtimes.launching.resume import (
     without_files,
 )
 from overlord.runtimes.launching.service_options import Progress, ServiceOptions
+from overlord.runtimes.transport.shared_memory import shared_heap
 from overlord.transforms.hooks import RunningHook
 from overlord.transforms.microbatches.packing_kernels import copy_runs, warm_packing
 from overlord.transforms.microbatches.per_microbatch import MediaShape, PackingJob
@@ -434,6 +435,8 @@ def prepare(
     given = {kind: getattr(options, kind) for kind in HOOK_KINDS}
     hooks = {kind: RunningHook(hook, kind, job.seed) for kind, hook in given.items() if hook is not None}
     cache = IndexCache(Path(options.cache) / "index", options.budget_bytes // GROUPS_OF_BUDGET)
+    if isolate is not None and options.pooled:
+        cache.memory = shared_heap()
     return Prepared(
         job, options, digest, transforms, cache, isolate, isolate_reader,
         coming=len(names_to_come(state)), hooks=hooks, gone=gone,

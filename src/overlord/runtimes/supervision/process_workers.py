@@ -49,7 +49,6 @@ from overlord.core.ragged import (
     RowBatch,
     concat_rows,
     copied_rows,
-    num_bytes,
     num_rows,
     offsets_of,
     slice_rows,
@@ -60,8 +59,15 @@ from overlord.runtimes.supervision.child import LIMITS, Limits, usable_cpus
 from overlord.runtimes.supervision.fork_server import ChildLost, ForkedChild, ForkServer
 from overlord.runtimes.supervision.work_clock import Spent, WorkClock, note_help
 from overlord.runtimes.transport.codec import OnSilence, receive_frame
-from overlord.runtimes.transport.role_codec import RowMemory, from_frame, receive_message, rows_from, send_message
-from overlord.runtimes.transport.shared_memory import Segment, find_segment, round_up
+from overlord.runtimes.transport.role_codec import (
+    RowMemory,
+    copied_bytes,
+    from_frame,
+    receive_message,
+    rows_from,
+    send_message,
+)
+from overlord.runtimes.transport.shared_memory import Segment, find_segment, round_up, shared_heap
 from overlord.transforms.samples.images import warm_images
 from overlord.transforms.samples.per_sample import Place
 from overlord.transforms.samples.tokenize import TokenizerFile, load_tokenizer
@@ -146,7 +152,7 @@ class _Worker:
     def _exchange(
         self, message: WorkerMessage, rows: RowBatch, fds: Sequence[int], talk: socket.socket, tick: OnSilence
     ) -> tuple[WorkerMessage, RowBatch]:
-        self._make_room(num_bytes(rows), talk, tick)
+        self._make_room(rows, talk, tick)
         assert self._memory is not None
         send_message(talk, self._memory.ask(message, rows), fds, tick)
         frame, _ = receive_frame(talk, tick)
@@ -156,22 +162,25 @@ class _Worker:
         self._answer_bytes = max(self._answer_bytes, sum(padded(array.nbytes) for array in frame[1:]))
         return rows_from(found)
 
-    def _make_room(self, nbytes: int, talk: socket.socket, tick: OnSilence) -> None:
-        """Give the worker memory for a question of so many bytes and for answers as large as the last ones."""
+    def _make_room(self, rows: RowBatch, talk: socket.socket, tick: OnSilence) -> None:
+        """Give the worker memory for a question with some rows and for answers as large as the last ones."""
+        heap = shared_heap()
+        nbytes = copied_bytes(rows, heap.memory)
         # What is larger travels by socket: memory that was given stays with the worker.
         needed = min(nbytes + nbytes // 8 + 4096, MOST_MEMORY_BYTES), min(self._answer_bytes, MOST_MEMORY_BYTES)
         if self._memory is not None and self._memory.fits(*needed):
             return
-        sizes = tuple(round_up(max(size, MEMORY_BYTES)) for size in needed)
+        asked, answered = (round_up(max(size, MEMORY_BYTES)) for size in needed)
         segments: list[Segment] = []
         try:
             try:
-                for number, size in enumerate(sizes):
+                for number, size in enumerate((asked, answered)):
                     segments.append(Segment(number, size))
             except OSError as error:
                 raise _WorkerLost(f"no shared memory could be had for it: {error.strerror or error}") from None
-            send_message(talk, MapMemory(*sizes), [segment.fd for segment in segments], tick)
-            self._memory = RowMemory(*(segment.memory for segment in segments))
+            fds = [*(segment.fd for segment in segments), heap.fd]
+            send_message(talk, MapMemory(asked, answered, len(heap.memory)), fds, tick)
+            self._memory = RowMemory(segments[0].memory, segments[1].memory, heap.memory)
         finally:
             for segment in segments:
                 os.close(segment.fd)  # the mapping stays
@@ -718,7 +727,12 @@ def serve(connection: socket.socket) -> None:
             return
         if isinstance(message, MapMemory):
             memory = RowMemory(
-                *(_mapped(fd, size) for fd, size in zip(fds, (message.asked_bytes, message.answer_bytes), strict=True))
+                *(
+                    _mapped(fd, size)
+                    for fd, size in zip(
+                        fds, (message.asked_bytes, message.answer_bytes, message.heap_bytes), strict=True
+                    )
+                )
             )
             continue
         assert memory is not None, "it is told of its memory first"

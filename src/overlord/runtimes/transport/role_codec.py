@@ -157,23 +157,42 @@ def _rows_of(head: WorkerMessage, rows: RowBatch) -> Rows:
 
 def rows_from(found: Rows) -> tuple[WorkerMessage, RowBatch]:
     """Return the rows of a message."""
-    return found.head, {n: a[0] if len(a) == 1 else Ragged(a[0], a[1]) for n, a in found.columns.items() if a}
+    return found.head, {name: _column_of(arrays) for name, arrays in found.columns.items() if arrays}
+
+
+def copied_bytes(rows: RowBatch, heap: npt.NDArray[np.uint8]) -> int:
+    """Return how many bytes of a question `RowMemory` copies."""
+    return sum(16 * len(column) + 8 if _lies_in(heap, column) else column.nbytes for column in rows.values())
+
+
+def _lies_in(heap: npt.NDArray[np.uint8], column: Any) -> bool:
+    """Whether a column is told by its place in the heap."""
+    if isinstance(column, Scattered):
+        return column.dtype == np.uint8 and _offset_in(heap, column.memory) is not None
+    return isinstance(column, Ragged) and _offset_in(heap, column.values) is not None
 
 
 class RowMemory:
     """Shared memory for the rows that a service and one process worker exchange, one block for each direction.
 
     What an array of an answer shares with the question (the encoded images of rows that were measured) is told by its
-    place there, and not copied.
+    place there, and not copied. Nor is what lies in the heap of the service.
 
     Args:
         asked: Memory of what the service sends.
         answered: Memory of the answers.
+        heap: That of the service's `SharedHeap`.
     """
 
-    def __init__(self, asked: npt.NDArray[np.uint8], answered: npt.NDArray[np.uint8]) -> None:
+    def __init__(
+        self,
+        asked: npt.NDArray[np.uint8],
+        answered: npt.NDArray[np.uint8],
+        heap: npt.NDArray[np.uint8] | None = None,
+    ) -> None:
         self.asked = asked
         self.answered = answered
+        self._heap = np.empty(0, np.uint8) if heap is None else heap
         self._sent: list[tuple[int, npt.NDArray[np.uint8]]] = []
         self._root = answered.base if isinstance(answered.base, np.ndarray) else answered
         """What arrays of an answer are views of: their `base`."""
@@ -197,7 +216,7 @@ class RowMemory:
         """Write a question into the memory; return the message that tells of it, whole where it does not fit."""
         given, at = dict(rows), 0
         for name, column in rows.items():
-            if isinstance(column, Scattered):  # straight into the memory, if it fits
+            if isinstance(column, Scattered) and not _lies_in(self._heap, column):  # straight into the memory
                 given[name] = column.gathered(self.asked[at:] if at + column.nbytes <= len(self.asked) else None)
                 at += padded(column.nbytes)
         return self._write(head, given, self.asked, None, at)
@@ -208,7 +227,7 @@ class RowMemory:
 
     def question_of(self, message: SharedRows) -> tuple[WorkerMessage, RowBatch]:
         """Read a question; its columns are views of the memory."""
-        return self._read(message, lambda array: self.asked)
+        return self._read(message, lambda array: self._heap if array.offset >= _IN_HEAP else self.asked)
 
     def answer_of(self, message: SharedRows) -> tuple[WorkerMessage, RowBatch]:
         """Read an answer; its columns are views of the memory, or of the rows that were sent.
@@ -224,23 +243,27 @@ class RowMemory:
         self, head: WorkerMessage, rows: RowBatch, memory: npt.NDArray[np.uint8],
         shared: npt.NDArray[np.uint8] | None, at: int = 0,
     ) -> Message:  # fmt: skip
-        whole, self._sent = _rows_of(head, rows), []
-        frame, table = codec.frame_of(whole), list[SharedArray]()
+        self._sent = []
+        frame, table = codec.frame_of(_rows_of(head, rows)), list[SharedArray]()
         for array in frame[1:]:
             data = np.ascontiguousarray(array)
-            kind, offset = dtype_to_text(array.dtype), _offset_in(shared, data)
+            kind, offset, in_heap = dtype_to_text(array.dtype), _offset_in(shared, data), _offset_in(self._heap, data)
+            if in_heap is not None:
+                offset = _IN_HEAP + in_heap
             there = _offset_in(memory, data) if shared is None and at else None
             if there is not None:  # it was gathered there; an answer cannot point to it
                 table.append(SharedArray(kind, array.shape, there, False))
             elif offset is None:
                 if at + data.nbytes > len(memory):
-                    return whole
+                    return _rows_of(head, {n: c.gathered() if isinstance(c, Scattered) else c for n, c in rows.items()})
                 memory[at : at + data.nbytes] = data.reshape(-1).view(np.uint8)
                 if shared is None:  # a part of an answer may be told by its place here
                     self._sent.append((at, data.reshape(-1).view(np.uint8)))
                 table.append(SharedArray(kind, array.shape, at, False))
                 at += padded(data.nbytes)
             else:
+                if shared is None:
+                    self._sent.append((offset, data.reshape(-1).view(np.uint8)))
                 table.append(SharedArray(kind, array.shape, offset, True))
         return SharedRows(frame[0], table)
 
@@ -255,12 +278,18 @@ class RowMemory:
                 if memory is None:  # a part of what was sent
                     begin, memory = next((b, s) for b, s in self._sent if b <= at < b + len(s))
                     at -= begin
+                elif at >= _IN_HEAP:
+                    at -= _IN_HEAP
                 if dtype.hasobject or min(one.shape, default=0) < 0 or at < 0 or at + nbytes > len(memory):
                     raise ValueError(f"an array of {one.dtype} {one.shape} at {one.offset} leaves its memory")
                 arrays.append(memory[at : at + nbytes].view(dtype).reshape(one.shape))
             return rows_from(_rows_decoder().message([message.head, *arrays]))
         except (OverlordError, ValueError, TypeError, StopIteration) as error:
             raise ServiceLost(f"the other side sent something else than rows ({error})") from error
+
+
+_IN_HEAP = 1 << 48
+"""What the offsets of arrays in the heap begin with."""
 
 
 def _offset_in(memory: npt.NDArray[np.uint8] | None, array: np.ndarray[Any, Any]) -> int | None:
@@ -271,8 +300,16 @@ def _offset_in(memory: npt.NDArray[np.uint8] | None, array: np.ndarray[Any, Any]
     return offset if offset >= 0 and offset + array.nbytes <= len(memory) else None
 
 
+def _column_of(arrays: list[np.ndarray[Any, Any]]) -> Any:
+    if len(arrays) == 3:
+        return Scattered(arrays[0], arrays[1], arrays[2], arrays[0].dtype)
+    return arrays[0] if len(arrays) == 1 else Ragged(arrays[0], arrays[1])
+
+
 def _arrays_of(name: str, column: Any) -> list[np.ndarray[Any, Any]]:
     arrays = [column]
+    if isinstance(column, Scattered):
+        arrays = [column.memory, column.begin, column.sizes]
     if isinstance(column, Ragged):
         cut = column.compact()
         arrays = [cut.values, cut.offsets]

@@ -6,13 +6,17 @@ it is gone, however it went. Segments are reused, since fresh pages cost more th
 
 from __future__ import annotations
 
+import bisect
 import ctypes
+import functools
 import mmap
 import os
 import tempfile
 import threading
+import weakref
+from collections import deque
 from collections.abc import Sequence
-from weakref import WeakValueDictionary
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +51,7 @@ class Segment:
         os.close(self.fd)
 
 
-_segments: WeakValueDictionary[int, Segment] = WeakValueDictionary()
+_segments: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictionary()
 """Those that are open, by the address of their memory."""
 
 
@@ -152,6 +156,127 @@ class Arena:
             self._idle.clear()
             self._used.clear()
             self._used_bytes = self._idle_bytes = 0
+
+
+HEAP_BYTES = 4 << 30
+"""Address space of a heap: what does not fit lies in memory of the process alone."""
+HEAP_LEAST = 64 << 10
+"""Smaller arrays are not worth a place in the heap."""
+HEAP_IDLE = 16 << 20
+"""So much freed memory is kept for reuse, and half as much as is in use."""
+
+
+class SharedHeap:
+    """Arrays in one file of memory that process workers map once: rows that lie here are sent to them by their place.
+
+    An array is freed when the last view of it is gone; its pages are reused, since fresh ones cost more than the copy
+    into them. A worker looks at an array only while it is asked, and the thread that asks holds the array.
+    """
+
+    def __init__(self, capacity: int = HEAP_BYTES) -> None:
+        self.fd = _anonymous_file()
+        os.ftruncate(self.fd, capacity)  # a page takes memory once it is touched
+        self._map = mmap.mmap(self.fd, capacity)
+        self.memory: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        weakref.finalize(self, os.close, self.fd)
+        self._lock = threading.Lock()
+        self._idle: list[tuple[int, int]] = []
+        """(begin, end) of free ranges with pages, in rising order; no two touch."""
+        self._bare = [(0, capacity)]
+        """Those without."""
+        self._used = self._idle_bytes = 0
+        self._gone: deque[tuple[int, int]] = deque()
+        """Ranges of arrays that are gone: the garbage collector, which may run under the lock, takes no lock."""
+
+    def empty(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return an array of so many bytes, in memory of the process alone where it is small or the heap is full."""
+        if nbytes < HEAP_LEAST:
+            return np.empty(nbytes, np.uint8)
+        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        with self._lock:
+            self._collect()
+            begin = _take(self._idle, size)
+            self._idle_bytes -= 0 if begin is None else size
+            if begin is None:
+                begin = _take(self._bare, size)
+            if begin is None:
+                self._give_back(0)
+                begin = _take(self._bare, size)
+            if begin is None:
+                return np.empty(nbytes, np.uint8)
+            self._used += size
+        return np.asarray(_InHeap(self.memory[begin : begin + nbytes], self._gone, (begin, begin + size)))
+
+    def spanning(self, arrays: Sequence[npt.NDArray[Any]]) -> tuple[npt.NDArray[np.uint8], list[int]] | None:
+        """Return an array that reaches over some arrays, and where each begins in it; None if one is not here."""
+        base, capacity = _address(self.memory), len(self.memory)
+        begins = [_address(array) - base for array in arrays]
+        if not all(0 <= begin < capacity for begin in begins):
+            return None
+        return np.asarray(_InHeap(self.memory, arrays)), begins
+
+    def _collect(self) -> None:
+        while self._gone:
+            begin, end = self._gone.popleft()
+            self._used -= end - begin
+            self._idle_bytes += end - begin
+            _give(self._idle, begin, end)
+        self._give_back(self._used // 2 + HEAP_IDLE)
+
+    def _give_back(self, most: int) -> None:
+        """Return the pages of free ranges to the system until at most so many bytes are left."""
+        while self._idle_bytes > most:
+            begin, end = self._idle.pop()
+            self._idle_bytes -= end - begin
+            if hasattr(mmap, "MADV_REMOVE"):
+                self._map.madvise(mmap.MADV_REMOVE, begin, end - begin)
+            _give(self._bare, begin, end)
+
+
+class _InHeap:
+    """What all views of an array in a heap refer to, and no other array does.
+
+    Args:
+        memory: Where the array lies.
+        held: What it holds besides: the arrays that it spans, or the list of ranges that its own is put into at last.
+        place: Its range.
+    """
+
+    __slots__ = ("__array_interface__", "_held", "_memory", "_place")
+
+    def __init__(self, memory: npt.NDArray[np.uint8], held: Any, place: tuple[int, int] | None = None) -> None:
+        self.__array_interface__ = memory.__array_interface__
+        self._memory, self._held, self._place = memory, held, place
+
+    def __del__(self) -> None:
+        if self._place is not None:
+            self._held.append(self._place)
+
+
+def _take(ranges: list[tuple[int, int]], size: int) -> int | None:
+    """Take so many bytes from the first range that has them."""
+    for at, (begin, end) in enumerate(ranges):
+        if end - begin >= size:
+            ranges[at : at + 1] = [(begin + size, end)] if end - begin > size else []
+            return begin
+    return None
+
+
+def _give(ranges: list[tuple[int, int]], begin: int, end: int) -> None:
+    """Put a range among others, joined with those that it touches."""
+    at = bisect.bisect(ranges, (begin, end))
+    low, high = at, at
+    if low and ranges[low - 1][1] == begin:
+        low, begin = low - 1, ranges[low - 1][0]
+    if high < len(ranges) and ranges[high][0] == end:
+        high, end = high + 1, ranges[high][1]
+    ranges[low:high] = [(begin, end)]
+
+
+@functools.cache
+def shared_heap() -> SharedHeap:
+    """Return the heap of this process."""
+    return SharedHeap()
 
 
 def round_up(nbytes: int) -> int:

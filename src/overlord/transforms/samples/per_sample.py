@@ -21,7 +21,16 @@ import numpy as np
 import numpy.typing as npt
 
 from overlord.core.messages import Media
-from overlord.core.ragged import Ragged, RowBatch, concat_rows, expand_ranges, num_rows, offsets_of, take_rows
+from overlord.core.ragged import (
+    Ragged,
+    RowBatch,
+    Scattered,
+    concat_rows,
+    expand_ranges,
+    num_rows,
+    offsets_of,
+    take_rows,
+)
 from overlord.core.samples import BAD
 from overlord.errors import SpecError
 
@@ -223,13 +232,15 @@ def media_of(kind: str, kept: RowBatch, planned: Int64s, bad: Bools) -> Media:
     rows = np.repeat(np.arange(len(start)), start.lengths)
     begin, count = flat(start).astype(np.int64), flat(length).astype(np.int64)
     nbytes = flat(ragged_column(kept, "media_bytes"))
-    encoded = ragged_column(kept, "media")
+    encoded: Any = kept["media"]
+    if not isinstance(encoded, Scattered):
+        encoded = Scattered.of(encoded, slice(None))
     ends = np.cumsum(nbytes)
     # The bytes of an item begin where those of its row begin, after the items before it in the row.
     before = ends - nbytes
     first = np.concatenate([[0], np.cumsum(start.lengths)])[:-1]
     base = np.where(start.lengths > 0, before[np.minimum(first, max(len(before) - 1, 0))] if len(before) else 0, 0)
-    at = encoded.offsets[:-1][rows] + before - base[rows]
+    at = encoded.begin[rows] + before - base[rows]
     inside = begin + count <= planned[rows]
     grids = flat(ragged_column(kept, "media_grid")).reshape(-1, 3)
     return Media(
@@ -241,7 +252,7 @@ def media_of(kind: str, kept: RowBatch, planned: Int64s, bad: Bools) -> Media:
         seconds=flat(ragged_column(kept, "media_seconds"))[inside],
         seeds=flat(ragged_column(kept, "media_seed"))[inside],
         bad=bad[rows][inside],
-        values=encoded.values,
+        values=encoded.memory,
         begin=at[inside],
         nbytes_of=nbytes[inside],
         encoded=True,

@@ -241,7 +241,7 @@ class DecodeRows(_OfSource):
     def __call__(self, rows: RowBatch, places: Sequence[Place]) -> RowBatch:
         decoder = self.transform.decoder
         assert decoder is not None, "only a source with media has items"
-        data, grids, faults = ragged_column(rows, "data"), np.asarray(rows["grid"]), list[Fault]()
+        data, grids, faults = rows["data"], np.asarray(rows["grid"]), list[Fault]()
         for row, (seed, place) in enumerate(zip(np.asarray(rows["seed"]).tolist(), places, strict=True)):
             try:
                 decoder.decode(memoryview(data[row]), grids[row], seed, place)  # type: ignore[arg-type]
