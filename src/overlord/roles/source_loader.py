@@ -278,7 +278,7 @@ class GroupReader:
             parts: list[RowBatch] = []
             held: list[_BlockStream] = []
             for slot, count in enumerate(self.group.rows.tolist()):
-                stream = self._open(slot, 0)
+                stream = self._open(slot, 0, count)
                 parts.append(stream.take(count))
                 if self.group.is_part[slot]:
                     held.append(stream)  # its rows may be views of a mapped file: keep it open until they are copied
@@ -294,7 +294,7 @@ class GroupReader:
         parts: list[RowBatch] = []
         for slot, at, count in zip(used.tolist(), first.tolist(), counts.tolist(), strict=True):
             if slot not in self._streams:
-                self._streams[slot] = self._open(slot, int(rows[order[at]]))
+                self._streams[slot] = self._open(slot, int(rows[order[at]]), count)
             parts.append(self._streams[slot].take(count))
             if rows[order[at]] + count == self.group.rows[slot]:
                 del self._streams[slot]
@@ -303,9 +303,14 @@ class GroupReader:
         joined = concat_rows(parts)
         return joined if len(used) == 1 else take_rows(joined, place)
 
-    def _open(self, slot: int, skip: int) -> _BlockStream:
+    def _open(self, slot: int, skip: int, count: int) -> _BlockStream:
+        """Open a block at a row; so many rows are read from it at a time."""
         file, block = int(self.group.files[slot]), int(self.group.blocks[slot])
-        size = 256 if self.group.whole else rows_per_read(self.group.row_bytes, len(self.group.files))
+        size = 256
+        if not self.group.whole:
+            # Where many rows are needed at a time, they are read in one piece, as long as that is not large.
+            most = rows_per_read(self.group.row_bytes, 1)
+            size = max(rows_per_read(self.group.row_bytes, len(self.group.files)), min(count, most))
         first = int(self.group.first[slot])
         stop = first + int(self.group.rows[slot]) if self.group.is_part[slot] else None
         return _BlockStream(self._files.stream(file, block, skip=first + skip, stop=stop, batch_rows=size), file, block)

@@ -1,7 +1,7 @@
 """Sample transforms in the host's pool of workers: measuring, tokenizing and decoding run there, the rest here.
 
     service                                       worker
-    PooledTransform.measure     rows         ->   MeasureRows      the source's transform, made from its spec
+    PooledTransform.measure     rows, lines  ->   MeasureRows      lines parsed; the source's transform, from its spec
     PooledTransform.finish      raw texts    ->   EncodeRows       only where lengths were known before planning
     PooledDecoder.decode_items  encoded      ->   DecodeRows       pixels or features, straight into their places
 
@@ -16,7 +16,7 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,9 @@ from overlord.transforms.samples.tokenize import TokenizerFile, load_tokenizer
 _LENGTHS, _SEEDS, _FAULT, _WRONG, _MARGIN, _FRONT = "=lengths", "=seeds", "=fault", "=wrong", "=margin", "=front"
 """Columns that travel beside those of the rows; "=" keeps their names apart from those of a source's columns."""
 
+Parse = Callable[[RowBatch], RowBatch]
+"""Makes columns of rows that are read as they lie in their files; it can be pickled."""
+
 
 def pooled_transform(
     source: Source, transform: SampleTransform, tokenizer: TokenizerFile | None, isolate: Isolate
@@ -75,21 +78,34 @@ class PooledTransform:
 
     Args:
         transform: The same one in this process, for what costs little.
+        parse: Makes columns of rows that are read as they lie in their files; None where readers have done so.
     """
 
     def __init__(
-        self, source: Source, transform: SampleTransform, tokenizer: TokenizerFile | None, isolate: Isolate
+        self,
+        source: Source,
+        transform: SampleTransform,
+        tokenizer: TokenizerFile | None,
+        isolate: Isolate,
+        parse: Parse | None = None,
     ) -> None:
+        self._given = source, transform, tokenizer, isolate
         self._local = transform
+        self._parse = parse
         self.columns = transform.columns
         name = source.name
-        self._measure = isolate(MeasureRows(source, tokenizer), name, getattr(source.sample, "deadline", None))
+        measure = MeasureRows(source, tokenizer, parse=parse)
+        self._measure = isolate(measure, name, getattr(source.sample, "deadline", None))
         self._encode = isolate(EncodeRows(source, tokenizer), name, None)
         self._encode_here = EncodeRows(source, tokenizer, transform)
         decoder = transform.decoder
         self.decoder: MediaDecoder | None = None
         if decoder is not None:
             self.decoder = PooledDecoder(decoder, isolate(DecodeRows(source, tokenizer), name, None))
+
+    def parsing(self, parse: Parse) -> PooledTransform:
+        """Return the same transform for rows that are still to be parsed, which workers do too."""
+        return PooledTransform(*self._given, parse)
 
     def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
         """Measure rows in the pool."""
@@ -111,7 +127,7 @@ class PooledTransform:
         dead[killed] = True
         unread = take_rows(blank_rows(given, dead), killed)
         unread[BAD_COLUMN] = np.full(len(killed), NOT_PARSED, np.asarray(given[BAD_COLUMN]).dtype)
-        stand_ins = measure_rows(self._local, unread)
+        stand_ins = measure_rows(self._local, unread, self._parse)
         if dead.all():
             return stand_ins
         return _put_back(made, stand_ins, dead)
@@ -199,9 +215,14 @@ class _OfSource:
     """It neither keeps nor changes what it is given, which may lie in shared memory."""
 
     def __init__(
-        self, source: Source, tokenizer: TokenizerFile | None, transform: SampleTransform | None = None
+        self,
+        source: Source,
+        tokenizer: TokenizerFile | None,
+        transform: SampleTransform | None = None,
+        parse: Parse | None = None,
     ) -> None:
         self._source = source
+        self._parse = parse
         self.tokenizer = tokenizer
         """What the process that forks workers loads ahead."""
         self._made = transform
@@ -222,7 +243,7 @@ class MeasureRows(_OfSource):
     """Measures rows."""
 
     def __call__(self, rows: RowBatch) -> RowBatch:
-        return measure_rows(self.transform, rows)
+        return measure_rows(self.transform, rows, self._parse)
 
 
 class EncodeRows(_OfSource):
@@ -258,9 +279,10 @@ _NOT_ENCODED: RowBatch = {
 }
 
 
-def measure_rows(transform: SampleTransform, given: RowBatch) -> RowBatch:
+def measure_rows(transform: SampleTransform, given: RowBatch, parse: Parse | None = None) -> RowBatch:
     """Measure rows, with their lengths and seeds beside them; return everything as columns."""
     rows = {name: column for name, column in given.items() if name not in (_LENGTHS, _SEEDS)}
+    rows = rows if parse is None else parse(rows)
     lengths = np.asarray(given[_LENGTHS]) if _LENGTHS in given else None
     measured = transform.measure(rows, lengths, np.asarray(given[_SEEDS]))
     count = len(measured.tokens)
