@@ -279,7 +279,7 @@ class GroupReader:
             held: list[_BlockStream] = []
             for slot, count in enumerate(self.group.rows.tolist()):
                 stream = self._open(slot, 0, count)
-                parts.append(stream.take(count))
+                parts += stream.take(count)
                 if self.group.is_part[slot]:
                     held.append(stream)  # its rows may be views of a mapped file: keep it open until they are copied
             self._whole = self._files.hold(concat_rows(parts))
@@ -295,7 +295,7 @@ class GroupReader:
         for slot, at, count in zip(used.tolist(), first.tolist(), counts.tolist(), strict=True):
             if slot not in self._streams:
                 self._streams[slot] = self._open(slot, int(rows[order[at]]), count)
-            parts.append(self._streams[slot].take(count))
+            parts += self._streams[slot].take(count)
             if rows[order[at]] + count == self.group.rows[slot]:
                 del self._streams[slot]
         place = np.empty(len(order), np.int64)
@@ -351,7 +351,8 @@ class _BlockStream:
         self._rest: RowBatch | None = None
         self._where = f"block {block} of file {file}"
 
-    def take(self, count: int) -> RowBatch:
+    def take(self, count: int) -> list[RowBatch]:
+        """Return the next rows, in as many parts as they were read in."""
         parts: list[RowBatch] = []
         while count > 0:
             batch = self._rest if self._rest is not None else next(self._batches, None)
@@ -365,10 +366,11 @@ class _BlockStream:
             parts.append(slice_rows(batch, 0, used))
             self._rest = slice_rows(batch, used, size) if used < size else None
             count -= used
-        return concat_rows(parts)
+        return parts
 
 
-CHUNK_ROWS = 256
+CHUNK_ROWS = 1024
+"""Rows of a chunk at most: each costs the service's interpreter the same, however many rows it has."""
 CHUNK_BYTES = 4 << 20
 AHEAD_ROWS = 64
 AHEAD_BYTES = 128 << 10

@@ -16,6 +16,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ from overlord.transforms.samples.per_sample import (
 from overlord.transforms.samples.sample_kinds import make_transform
 from overlord.transforms.samples.tokenize import TokenizerFile, load_tokenizer
 
-_LENGTHS, _SEEDS, _FAULT, _WRONG, _MARGIN, _FRONT = "=lengths", "=seeds", "=fault", "=wrong", "=margin", "=front"
+_LENGTHS, _SEEDS, _FAULT, _WRONG, _NUMBERS = "=lengths", "=seeds", "=fault", "=wrong", "=numbers"
 """Columns that travel beside those of the rows; "=" keeps their names apart from those of a source's columns."""
 
 Parse = Callable[[RowBatch], RowBatch]
@@ -286,17 +287,19 @@ def measure_rows(transform: SampleTransform, given: RowBatch, parse: Parse | Non
     lengths = np.asarray(given[_LENGTHS]) if _LENGTHS in given else None
     measured = transform.measure(rows, lengths, np.asarray(given[_SEEDS]))
     count = len(measured.tokens)
-    made: RowBatch = {
-        "tokens": measured.tokens,
-        "image_tokens": measured.image_tokens,
-        "images": measured.images,
-        "flags": measured.flags,
-        _MARGIN: np.tile(np.array(measured.margin, np.int64), (count, 1)),
-        _FAULT: _column(measured.faults, count),
-        _WRONG: _column(measured.wrong_lengths, count),
-    }
+    # Few columns: a run has some dozen rows, and the service spends more on each array than on the numbers in it.
+    before, behind = (np.full(count, one, np.int64) for one in measured.margin)
+    flags = measured.flags.astype(np.int64)
+    numbers = [measured.tokens, measured.image_tokens, measured.images, flags, before, behind]
     if measured.front is not None:
-        made[_FRONT] = measured.front
+        numbers.append(measured.front)
+    told = {row: ["", reason] for row, reason in measured.wrong_lengths[::-1]}
+    for row, reason in measured.faults[::-1]:  # of several, the first
+        told[row] = [reason, told.get(row, ["", ""])[1]]
+    made: RowBatch = {
+        _NUMBERS: np.stack(numbers, axis=1).astype(np.int64, copy=False),
+        _FAULT: _column([(row, json.dumps(reasons, ensure_ascii=False)) for row, reasons in told.items()], count),
+    }
     return made | {f"kept {name}": column for name, column in measured.kept.items()}
 
 
@@ -304,24 +307,23 @@ def rows_to_measured(made: RowBatch) -> Measured:
     """Return what `measure_rows` wrote as columns.
 
     Example:
-        >>> made = {name: np.zeros(1, np.int64) for name in ("tokens", "image_tokens", "images", "flags")}
-        >>> made |= {"=margin": np.ones((1, 2), np.int64), "=fault": Ragged.from_rows([b"no"])}
-        >>> made |= {"=wrong": Ragged.from_rows([b""]), "kept n": np.arange(1)}
-        >>> found = rows_to_measured(made)
-        >>> found.margin, found.faults, list(found.kept)
-        ((1, 1), [(0, 'no')], ['n'])
+        >>> made = {"=numbers": np.ones((1, 6), np.int64), "=fault": Ragged.from_rows([b'["no", ""]'])}
+        >>> found = rows_to_measured(made | {"kept n": np.arange(1)})
+        >>> found.margin, found.faults, found.wrong_lengths, list(found.kept)
+        ((1, 1), [(0, 'no')], [], ['n'])
     """
-    margin = np.asarray(made[_MARGIN])
+    numbers = np.ascontiguousarray(np.asarray(made[_NUMBERS]).T)
+    told = [(row, json.loads(reasons)) for row, reasons in _texts(made, _FAULT)]
     return Measured(
-        tokens=np.asarray(made["tokens"]),
-        image_tokens=np.asarray(made["image_tokens"]),
-        images=np.asarray(made["images"]),
-        flags=np.asarray(made["flags"]),
+        tokens=numbers[0],
+        image_tokens=numbers[1],
+        images=numbers[2],
+        flags=numbers[3].astype(np.int32),
         kept={name.removeprefix("kept "): column for name, column in made.items() if name.startswith("kept ")},
-        faults=_texts(made, _FAULT),
-        front=np.asarray(made[_FRONT]) if _FRONT in made else None,
-        margin=(int(margin[0, 0]), int(margin[0, 1])) if len(margin) else (0, 0),
-        wrong_lengths=_texts(made, _WRONG),
+        faults=[(row, fault) for row, (fault, _) in told if fault],
+        front=numbers[6] if len(numbers) > 6 else None,
+        margin=(int(numbers[4, 0]), int(numbers[5, 0])) if numbers.size else (0, 0),
+        wrong_lengths=[(row, wrong) for row, (_, wrong) in told if wrong],
     )
 
 
