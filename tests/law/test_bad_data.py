@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import logging
@@ -90,6 +91,28 @@ def test_unparsable_and_non_utf8_rows_become_stand_ins(tmp_path, tokenizer, cach
     if where["runtime"] != "inline":  # also from another process, or another host
         said = capfd.readouterr().err
         assert "bad sample s:0:4@0" in said and ("bad sample s:0:2@0" in said or where["runtime"] == "ray")
+
+
+@pytest.mark.parametrize("name", ["s.jsonl", "s.jsonl.gz"])
+def test_bad_lines_are_told_alike_if_workers_parse_them(tmp_path, tokenizer, cache, caplog, capfd, monkeypatch, name):
+    monkeypatch.setenv("OVERLORD_LOG", "INFO")
+    bad = ["{oops", "[1]", "", '{"text": null}', '{"text": 5}', '{"text": "\\ud800"}', '{"txt": "a"}', '{"text": ""}']
+    lines = [json.dumps({"text": f"hello world number {i}"}) for i in range(40)] + bad
+    text = "\n".join(lines[at * 7 % len(lines)] for at in range(len(lines)))
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+    job = text_job(tmp_path / name, tokenizer)
+    with caplog.at_level(logging.INFO, "overlord"):
+        labels, status = run(job, cache)
+    capfd.readouterr()
+    found, told = run(job, cache, {"threads": 4})
+    assert list(found) == list(labels) and all((found[one] == labels[one]).all() for one in labels)
+    assert [told[key] for key in ("bad", "bad_rows")] == [status[key] for key in ("bad", "bad_rows")]
+    assert status["bad"] == 6
+    said, err = [r.getMessage() for r in caplog.records if "bad sample" in r.getMessage()], capfd.readouterr().err
+    assert len(said) == 6 and all(one.partition("; a stand-in")[0] in err for one in said)
+    assert stream_digests(job, steps=9, cache=cache) == stream_digests(
+        job, steps=9, cache=cache, runtime="local", threads=4
+    )
 
 
 def test_a_reason_is_a_warning_once_and_each_id_is_logged(tmp_path, tokenizer, cache, caplog):

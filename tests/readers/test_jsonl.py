@@ -6,11 +6,13 @@ import gzip
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlord.errors import SourceError
+from overlord.core.ragged import BAD_COLUMN, NO_PARTNER, concat_rows, num_rows, unread_rows
+from overlord.errors import ReaderError, SourceError
 from overlord.readers.index import IndexCache
 from overlord.readers.jsonl import parse_object
 from overlord.readers.source_files import SourceFiles
@@ -149,3 +151,51 @@ def test_objects_are_parsed_as_json_does(value, ascii_only, before):
 def test_what_is_no_object_for_json_is_none_here(text, end):
     line = b'{"a":' + text.encode(errors="surrogatepass") + end + b"}"
     assert repr(parse_object(line)) == repr(by_json(line))
+
+
+LINES = [b'{"text": "a"}', b'{"text": "b"}\r', b'  {"text": "c"} ', b"", b" \t\r", b"\0", b"\xef\xbb\xbf{}", *BAD_LINES]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from(LINES), max_size=12), st.sampled_from([b"", b"\n"]), st.integers(1, 4), st.data())
+def test_lines_that_are_parsed_later_make_the_same_rows(tmp_path_factory, lines, end, batch_rows, data):
+    folder = tmp_path_factory.mktemp("lines")
+    (folder / "x.jsonl").write_bytes(b'{"text": "%s"}\n' % (b"long" * 40_000) + b"\n".join(lines) + end)
+    files = SourceFiles("x", [str(folder)], columns=["text"], cache=IndexCache(folder / "cache"))
+    unparsed = files.unparsed()
+    assert unparsed is not None
+    raw, parse = unparsed
+    skip = data.draw(st.integers(0, int(files.blocks(0).rows[0]) - 1))
+    expected = concat_rows(list(files.stream(0, 0, skip=skip, batch_rows=batch_rows)))
+    batches = list(raw.stream(0, 0, skip=skip, batch_rows=batch_rows))
+    assert max(map(num_rows, batches)) <= batch_rows
+    found = concat_rows(list(map(parse, batches)))
+    assert list(found) == list(expected) and unread_rows(found) == unread_rows(expected)
+    assert bytes(found["text"].values) == bytes(expected["text"].values)
+    assert found["text"].offsets.tolist() == expected["text"].offsets.tolist()
+
+
+def test_a_line_that_is_given_up_is_not_parsed(tmp_path: Path, open_source):
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    raw, parse = open_source(tmp_path / "x.jsonl", columns=["text"]).unparsed()
+    (rows,) = raw.stream(0, 0, batch_rows=9)
+    rows[BAD_COLUMN][0] = NO_PARTNER
+    found = parse(rows)
+    assert bytes(found["text"].values) == b"b" and found[BAD_COLUMN].tolist() == [NO_PARTNER, 0]
+
+
+def test_a_file_that_changes_between_two_chunks_is_refused(tmp_path: Path, open_source):
+    (tmp_path / "x.jsonl").write_bytes(b'{"text": "%s"}\n' % (b"a" * 1000) * 200)
+    raw, _ = open_source(tmp_path / "x.jsonl", columns=["text"]).unparsed()
+    rows = raw.stream(0, 0, batch_rows=1)
+    next(rows)
+    (tmp_path / "x.jsonl").write_bytes(b'{"text": "%s"}\n' % (b"b" * 999) * 200)
+    with pytest.raises(ReaderError, match="would change the stream"):
+        list(rows)
+
+
+@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst"])
+def test_compressed_lines_are_parsed_where_they_are_read(name: str, tmp_path: Path, open_source):
+    with pa.output_stream(tmp_path / name) as out:
+        out.write(b'{"text": "a"}\n')
+    assert open_source(tmp_path / name, columns=["text"]).unparsed() is None

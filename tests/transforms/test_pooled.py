@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import overlord as ol
 from overlord.core.ragged import BAD_COLUMN, NOT_PARSED, Ragged, RowBatch, num_rows, take_rows
 from overlord.core.samples import BAD
+from overlord.readers.jsonl import ParseLines
 from overlord.runtimes.hosts.prefetch import SerialWorkers
 from overlord.runtimes.supervision.process_workers import ProcessWorkers
 from overlord.runtimes.transport.shared_memory import Segment
@@ -179,10 +181,20 @@ class Deadly:
         self.tokenizer = function.tokenizer
 
     def __call__(self, rows: RowBatch, *places) -> RowBatch:
-        column = next(rows[name] for name in ("text", "data", "raw") if name in rows)
+        column = next(rows[name] for name in ("text", "data", "raw", "=lines") if name in rows)
         if any(b"words" in bytes(column[row]) for row in range(num_rows(rows))):
             os.kill(os.getpid(), self.signum)
         return self.function(rows, *places)
+
+
+@pytest.mark.parametrize("texts", [["a", "words", "of"], ["words"]])
+def test_a_line_that_kills_its_worker_is_one_that_could_not_be_read(pool, tokenizer, texts):
+    _, there = both(TEXTS, tokenizer, lambda function, *more: pool.isolate(Deadly(function), *more))
+    lines = Ragged.from_rows([json.dumps({"text": text}).encode() for text in texts])
+    raw: RowBatch = {"=lines": lines, BAD_COLUMN: np.zeros(len(texts), np.int16)}
+    found = there.parsing(ParseLines({"text": "bytes"})).measure(raw, None, seeds_of(len(texts)))
+    assert same(found, there.measure(rows_of(texts), None, seeds_of(len(texts))))
+    assert [row for row, _ in found.killed] == [texts.index("words")]
 
 
 @pytest.mark.parametrize("texts", [["a", "words", "of"], ["words"], ["words", "words of", "a a a a"]])

@@ -1,6 +1,9 @@
 """JSON lines: a block is a run of whole lines of about 1 MiB, or the whole of a compressed file.
 
 A line that is not UTF-8, not an object, or lacks a wanted column is a bad row; blank lines are no rows.
+
+    JsonlReader    yields parsed rows
+    LineReader     yields lines, which are parsed where their samples are made: `ParseLines` makes rows of them
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +30,7 @@ from overlord.core.ragged import (
     other_kind,
     sizes_column,
 )
-from overlord.readers.files import ByteStream, StoredFile, compression_of_name
+from overlord.readers.files import ByteStream, StoredFile, compression_of_name, verify_unchanged
 from overlord.readers.reader import BLOCK_BYTES, HEAD_ROWS, BlockIndex, CompressibleReader
 
 _INT64 = range(-(1 << 63), 1 << 63)
@@ -36,6 +40,9 @@ _INDEX_CHUNK_BYTES = 1 << 20
 _HEAD_BYTES = 4 << 20
 """The head of a file, at most; a longer first line is still read completely."""
 _BLANKS = bytes(range(33))
+_NEWLINE = 10
+_LINES = "=lines"
+"""The column of lines that are not parsed; "=" keeps its name apart from those of a source's columns."""
 
 
 class JsonlReader(CompressibleReader):
@@ -88,6 +95,89 @@ class JsonlReader(CompressibleReader):
             if any(value is not None for value in values) or any(column in row for row in head):
                 found[column] = kind_of_values(values)
         return found
+
+
+class LineReader(JsonlReader):
+    """Reads the lines of files that are not compressed, as they are: finding their ends takes little time."""
+
+    def stream(
+        self,
+        file: StoredFile,
+        index: BlockIndex,
+        block: int,
+        *,
+        columns: Mapping[str, Kind],
+        skip: int,
+        batch_rows: int,
+        scratch: Path | None,
+    ) -> Iterator[RowBatch]:
+        """Yield the lines of one block."""
+        parts: list[bytes] = []  # of a line whose end has not come, and then what comes up to the last end of a chunk
+        row_bytes = int(index.bytes[block]) // max(int(index.rows[block]), 1)
+        chunks = _chunks(file, int(index.start[block]), int(index.stop[block]), batch_rows * row_bytes)
+        for chunk in itertools.chain(chunks, [b"\n"]):
+            cut = chunk.rfind(b"\n") + 1
+            parts.append(chunk[:cut] if cut else chunk)
+            if not cut:
+                continue
+            data = bytearray().join(parts)  # it can be written to: numba would compile kernels anew for other arrays
+            parts = [chunk[cut:]]
+            values = np.frombuffer(data, np.uint8)
+            begins = np.concatenate([[0], np.flatnonzero(values == _NEWLINE) + 1])
+            blank = values[begins[:-1]] < len(_BLANKS)
+            for at in np.flatnonzero(blank).tolist():
+                blank[at] = not data[begins[at] : begins[at + 1]].strip(_BLANKS)
+            # Blank lines are a part of the row before them, where `ParseLines` does not look at them.
+            offsets = np.concatenate([begins[:-1][~blank], begins[-1:]])[skip:]
+            skip = max(0, skip - int((~blank).sum()))
+            for at in range(0, len(offsets) - 1, batch_rows):
+                lines = Ragged(values, offsets[at : at + batch_rows + 1])
+                yield {_LINES: lines, BAD_COLUMN: np.zeros(len(lines), np.int16)}
+
+
+def _chunks(file: StoredFile, start: int, stop: int, nbytes: int) -> Iterator[bytes]:
+    """Yield the bytes of a range, about so many at a time."""
+    if not file.is_local:
+        with file.open() as native:
+            native.seek(start)
+            while start < stop and (chunk := native.read(min(_REMOTE_CHUNK_BYTES, stop - start))):
+                start += len(chunk)
+                yield chunk
+        return
+    while start < stop:
+        # Opened for every chunk: the streams of hundreds of sources would hold more files than a process may open.
+        with file.open() as native:
+            chunk = native.read_at(min(max(_LOCAL_CHUNK_BYTES, nbytes), stop - start), start)
+        verify_unchanged(file)  # so it is not cut short, and the chunk is not empty
+        start += len(chunk)
+        yield chunk
+
+
+@dataclass(frozen=True, slots=True)
+class ParseLines:
+    """Makes rows of lines that a LineReader has read. It is sent to process workers.
+
+    Example:
+        >>> rows = {"=lines": Ragged.from_rows([b'{"text": "a"}', b"{oops"]), "__bad__": np.zeros(2, np.int16)}
+        >>> found = ParseLines({"text": "bytes"})(rows)
+        >>> bytes(found["text"].values), found["__bad__"].tolist() == [0, NOT_PARSED]
+        (b'a', True)
+    """
+
+    columns: Mapping[str, Kind]
+    """The columns that are read."""
+
+    def __call__(self, rows: RowBatch) -> RowBatch:
+        """Return the rows; one that is marked as bad is not looked at."""
+        lines, marks = rows[_LINES], np.asarray(rows[BAD_COLUMN])
+        assert isinstance(lines, Ragged)
+        data, begin = lines.compact().values.tobytes(), (lines.offsets - lines.offsets[0]).tolist()
+        builder = RowBuilder(self.columns)
+        for at, mark in enumerate(marks.tolist()):
+            row = None if mark else parse_object(data[begin[at] : begin[at + 1]].partition(b"\n")[0])
+            builder.add(None if row is None else [reach(row, column) for column in self.columns])
+        parsed = builder.finish()
+        return parsed | {BAD_COLUMN: np.where(marks, marks, np.asarray(parsed[BAD_COLUMN]))}
 
 
 def why_no_row(file: StoredFile) -> str | None:
@@ -270,10 +360,11 @@ class RowBuilder:
         wrong = next((at for at, cell in enumerate(encoded) if cell is None), None)
         self._marks.append(0 if wrong is None else no_value(wrong) if values[wrong] is None else other_kind(wrong))
 
-    def append_bad(self) -> None:
-        """Add a row that could not be parsed."""
-        self.append([None] * len(self._kinds))
-        self._marks[-1] = NOT_PARSED
+    def add(self, values: Sequence[Any] | None) -> None:
+        """Add a row; None is one that could not be parsed."""
+        self.append(values or [None] * len(self._kinds))
+        if values is None:
+            self._marks[-1] = NOT_PARSED
 
     def finish(self) -> RowBatch:
         """Return the batch and begin the next one."""
@@ -296,10 +387,7 @@ def batches_of(
     """Yield rows of values as batches of columns; None is a row that could not be parsed."""
     builder = RowBuilder(columns)
     for row in rows:
-        if row is None:
-            builder.append_bad()
-        else:
-            builder.append(row)
+        builder.add(row)
         if len(builder) == batch_rows:
             yield builder.finish()
     if len(builder):

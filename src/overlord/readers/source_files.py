@@ -42,9 +42,9 @@ from overlord.errors import OverlordError, ReaderError, SourceError, SpecError
 from overlord.job.specs import Source
 from overlord.readers.arrow import ArrowReader
 from overlord.readers.dataset_card import split_files
-from overlord.readers.files import StoredFile, format_of_name, list_files, verify_unchanged
+from overlord.readers.files import StoredFile, compression_of_name, format_of_name, list_files, verify_unchanged
 from overlord.readers.index import IndexCache, build_indices, file_identity, read_array, write_array
-from overlord.readers.jsonl import JsonlReader, why_no_row
+from overlord.readers.jsonl import JsonlReader, LineReader, ParseLines, why_no_row
 from overlord.readers.mds import MdsReader
 from overlord.readers.megatron_files import MegatronReader
 from overlord.readers.parquet import ParquetReader
@@ -387,6 +387,14 @@ class SourceFiles:
         other = copy.copy(self)
         other._hold_nothing(columns)
         return other
+
+    def unparsed(self) -> tuple[SourceFiles, ParseLines] | None:
+        """Return the same files with rows that are not parsed, and what parses them; None where that is not apart."""
+        if self.format != "jsonl" or self.join is not None or any(compression_of_name(one.path) for one in self.files):
+            return None
+        parse, other = ParseLines(self.kinds()), copy.copy(self)  # both have the same indices
+        other._reader, other._spilled, other._spilled_files = LineReader(), SpilledBlocks(), SpilledFiles()
+        return other, parse
 
     def check_sortable(self, order_by: str) -> None:
         """Refuse a column that rows cannot be ordered by, as far as its type tells.

@@ -301,8 +301,8 @@ class GroupReader:
             parts: list[RowBatch] = []
             held: list[_BlockStream] = []
             for slot, count in enumerate(self.group.rows.tolist()):
-                stream = self._open(slot, 0)
-                parts.append(stream.take(count))
+                stream = self._open(slot, 0, count)
+                parts += stream.take(count)
                 if self.group.is_part[slot]:
                     held.append(stream)  # its rows may be views of a mapped file: keep it open until they are copied
             self._whole = self._files.hold(concat_rows(parts))
@@ -317,8 +317,8 @@ class GroupReader:
         parts: list[RowBatch] = []
         for slot, at, count in zip(used.tolist(), first.tolist(), counts.tolist(), strict=True):
             if slot not in self._streams:
-                self._streams[slot] = self._open(slot, int(rows[order[at]]))
-            parts.append(self._streams[slot].take(count))
+                self._streams[slot] = self._open(slot, int(rows[order[at]]), count)
+            parts += self._streams[slot].take(count)
             if rows[order[at]] + count == self.group.rows[slot]:
                 del self._streams[slot]
         place = np.empty(len(order), np.int64)
@@ -326,9 +326,14 @@ class GroupReader:
         joined = concat_rows(parts)
         return joined if len(used) == 1 else take_rows(joined, place)
 
-    def _open(self, slot: int, skip: int) -> _BlockStream:
+    def _open(self, slot: int, skip: int, count: int) -> _BlockStream:
+        """Open a block at a row; so many rows are read from it at a time."""
         file, block = int(self.group.files[slot]), int(self.group.blocks[slot])
-        size = 256 if self.group.whole else rows_per_read(self.group.row_bytes, len(self.group.files))
+        size = 256
+        if not self.group.whole:
+            # Where many rows are needed at a time, they are read in one piece, as long as that is not large.
+            most = rows_per_read(self.group.row_bytes, 1)
+            size = max(rows_per_read(self.group.row_bytes, len(self.group.files)), min(count, most))
         first = int(self.group.first[slot])
         stop = first + int(self.group.rows[slot]) if self.group.is_part[slot] else None
         return _BlockStream(self._files.stream(file, block, skip=first + skip, stop=stop, batch_rows=size), file, block)
@@ -369,7 +374,8 @@ class _BlockStream:
         self._rest: RowBatch | None = None
         self._where = f"block {block} of file {file}"
 
-    def take(self, count: int) -> RowBatch:
+    def take(self, count: int) -> list[RowBatch]:
+        """Return the next rows, in as many parts as they were read in."""
         parts: list[RowBatch] = []
         while count > 0:
             batch = self._rest if self._rest is not None else next(self._batches, None)
@@ -383,10 +389,11 @@ class _BlockStream:
             parts.append(slice_rows(batch, 0, used))
             self._rest = slice_rows(batch, used, size) if used < size else None
             count -= used
-        return concat_rows(parts)
+        return parts
 
 
-CHUNK_ROWS = 256
+CHUNK_ROWS = 1024
+"""Rows of a chunk at most: each costs the service's interpreter the same, however many rows it has."""
 CHUNK_BYTES = 4 << 20
 AHEAD_ROWS = 64
 AHEAD_BYTES = 128 << 10

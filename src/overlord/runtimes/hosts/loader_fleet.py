@@ -281,7 +281,12 @@ def make_pool(
     choice = PlacementChoice(options.placement, threading.Lock())
     lengths = known_lengths(source, opened, sidecars, prepared.tokenizer_digest) if opened.files else None
     count = options.workers.get(source.name, options.loaders_per_source)
-    by_pool = isinstance(prepared.transforms[number], PooledTransform)
+    transform = prepared.transforms[number]
+    by_pool = isinstance(transform, PooledTransform)
+    if isinstance(transform, PooledTransform) and opened.files and lengths is None:
+        unparsed = opened.unparsed()  # workers parse what they measure: the service's interpreter limits a feed
+        if unparsed is not None:
+            opened, transform = unparsed[0], transform.parsing(unparsed[1])
     by_pool |= isinstance(source.sample, Custom) and source.sample.process and prepared.isolate is not None
     pool = options.threads if by_pool and options.pooled else 0
     several = count > 1 or source.name in options.workers or options.scaling is not None
@@ -292,7 +297,7 @@ def make_pool(
         number,
         opened,
         order_of(job, source, opened),
-        prepared.transforms[number],
+        transform,
         lengths=lengths,
         workers=helpers or executors.leaf,
         telemetry=FaultLog(opened),

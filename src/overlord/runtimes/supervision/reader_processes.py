@@ -61,7 +61,8 @@ NATIVE = ("parquet", "arrow")
 the user's own says so with an attribute `native`."""
 PARSED = ("jsonl", "tar")
 """Formats that Python parses row by row. With 16 workers that tokenize, parsing JSON lines took a fifth of the time
-of the service's interpreter, which limits the feed there."""
+of the service's interpreter, which limits the feed there. Most lines are not parsed by readers at all: see
+`SourceFiles.unparsed`."""
 CRASHES = 2
 """Processes that may end over one block: one that was shared, and one of its own."""
 LOSSES = 8

@@ -1,7 +1,7 @@
 """Sample transforms in the host's pool of workers: measuring, tokenizing and decoding run there, the rest here.
 
     service                                       worker
-    PooledTransform.measure     rows         ->   MeasureRows      the source's transform, made from its spec
+    PooledTransform.measure     rows, lines  ->   MeasureRows      lines parsed; the source's transform, from its spec
     PooledTransform.finish      raw texts    ->   EncodeRows       only where lengths were known before planning
     PooledDecoder.decode_items  encoded      ->   DecodeRows       pixels or features, straight into their places
 
@@ -16,7 +16,8 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,8 +55,11 @@ from overlord.transforms.samples.per_sample import (
 from overlord.transforms.samples.sample_kinds import make_transform
 from overlord.transforms.samples.tokenize import TokenizerFile, load_tokenizer
 
-_LENGTHS, _SEEDS, _FAULT, _WRONG, _MARGIN, _FRONT = "=lengths", "=seeds", "=fault", "=wrong", "=margin", "=front"
+_LENGTHS, _SEEDS, _FAULT, _WRONG, _NUMBERS = "=lengths", "=seeds", "=fault", "=wrong", "=numbers"
 """Columns that travel beside those of the rows; "=" keeps their names apart from those of a source's columns."""
+
+Parse = Callable[[RowBatch], RowBatch]
+"""Makes columns of rows that are read as they lie in their files; it can be pickled."""
 
 
 def pooled_transform(
@@ -75,21 +79,34 @@ class PooledTransform:
 
     Args:
         transform: The same one in this process, for what costs little.
+        parse: Makes columns of rows that are read as they lie in their files; None where readers have done so.
     """
 
     def __init__(
-        self, source: Source, transform: SampleTransform, tokenizer: TokenizerFile | None, isolate: Isolate
+        self,
+        source: Source,
+        transform: SampleTransform,
+        tokenizer: TokenizerFile | None,
+        isolate: Isolate,
+        parse: Parse | None = None,
     ) -> None:
+        self._given = source, transform, tokenizer, isolate
         self._local = transform
+        self._parse = parse
         self.columns = transform.columns
         name = source.name
-        self._measure = isolate(MeasureRows(source, tokenizer), name, getattr(source.sample, "deadline", None))
+        measure = MeasureRows(source, tokenizer, parse=parse)
+        self._measure = isolate(measure, name, getattr(source.sample, "deadline", None))
         self._encode = isolate(EncodeRows(source, tokenizer), name, None)
         self._encode_here = EncodeRows(source, tokenizer, transform)
         decoder = transform.decoder
         self.decoder: MediaDecoder | None = None
         if decoder is not None:
             self.decoder = PooledDecoder(decoder, isolate(DecodeRows(source, tokenizer), name, None))
+
+    def parsing(self, parse: Parse) -> PooledTransform:
+        """Return the same transform for rows that are still to be parsed, which workers do too."""
+        return PooledTransform(*self._given, parse)
 
     def measure(self, rows: RowBatch, lengths: Int64s | None, seeds: UInt64s) -> Measured:
         """Measure rows in the pool."""
@@ -111,7 +128,7 @@ class PooledTransform:
         dead[killed] = True
         unread = take_rows(blank_rows(given, dead), killed)
         unread[BAD_COLUMN] = np.full(len(killed), NOT_PARSED, np.asarray(given[BAD_COLUMN]).dtype)
-        stand_ins = measure_rows(self._local, unread)
+        stand_ins = measure_rows(self._local, unread, self._parse)
         if dead.all():
             return stand_ins
         return _put_back(made, stand_ins, dead)
@@ -199,9 +216,14 @@ class _OfSource:
     """It neither keeps nor changes what it is given, which may lie in shared memory."""
 
     def __init__(
-        self, source: Source, tokenizer: TokenizerFile | None, transform: SampleTransform | None = None
+        self,
+        source: Source,
+        tokenizer: TokenizerFile | None,
+        transform: SampleTransform | None = None,
+        parse: Parse | None = None,
     ) -> None:
         self._source = source
+        self._parse = parse
         self.tokenizer = tokenizer
         """What the process that forks workers loads ahead."""
         self._made = transform
@@ -222,7 +244,7 @@ class MeasureRows(_OfSource):
     """Measures rows."""
 
     def __call__(self, rows: RowBatch) -> RowBatch:
-        return measure_rows(self.transform, rows)
+        return measure_rows(self.transform, rows, self._parse)
 
 
 class EncodeRows(_OfSource):
@@ -258,23 +280,26 @@ _NOT_ENCODED: RowBatch = {
 }
 
 
-def measure_rows(transform: SampleTransform, given: RowBatch) -> RowBatch:
+def measure_rows(transform: SampleTransform, given: RowBatch, parse: Parse | None = None) -> RowBatch:
     """Measure rows, with their lengths and seeds beside them; return everything as columns."""
     rows = {name: column for name, column in given.items() if name not in (_LENGTHS, _SEEDS)}
+    rows = rows if parse is None else parse(rows)
     lengths = np.asarray(given[_LENGTHS]) if _LENGTHS in given else None
     measured = transform.measure(rows, lengths, np.asarray(given[_SEEDS]))
     count = len(measured.tokens)
-    made: RowBatch = {
-        "tokens": measured.tokens,
-        "image_tokens": measured.image_tokens,
-        "images": measured.images,
-        "flags": measured.flags,
-        _MARGIN: np.tile(np.array(measured.margin, np.int64), (count, 1)),
-        _FAULT: _column(measured.faults, count),
-        _WRONG: _column(measured.wrong_lengths, count),
-    }
+    # Few columns: a run has some dozen rows, and the service spends more on each array than on the numbers in it.
+    before, behind = (np.full(count, one, np.int64) for one in measured.margin)
+    flags = measured.flags.astype(np.int64)
+    numbers = [measured.tokens, measured.image_tokens, measured.images, flags, before, behind]
     if measured.front is not None:
-        made[_FRONT] = measured.front
+        numbers.append(measured.front)
+    told = {row: ["", reason] for row, reason in measured.wrong_lengths[::-1]}
+    for row, reason in measured.faults[::-1]:  # of several, the first
+        told[row] = [reason, told.get(row, ["", ""])[1]]
+    made: RowBatch = {
+        _NUMBERS: np.stack(numbers, axis=1).astype(np.int64, copy=False),
+        _FAULT: _column([(row, json.dumps(reasons, ensure_ascii=False)) for row, reasons in told.items()], count),
+    }
     return made | {f"kept {name}": column for name, column in measured.kept.items()}
 
 
@@ -282,24 +307,23 @@ def rows_to_measured(made: RowBatch) -> Measured:
     """Return what `measure_rows` wrote as columns.
 
     Example:
-        >>> made = {name: np.zeros(1, np.int64) for name in ("tokens", "image_tokens", "images", "flags")}
-        >>> made |= {"=margin": np.ones((1, 2), np.int64), "=fault": Ragged.from_rows([b"no"])}
-        >>> made |= {"=wrong": Ragged.from_rows([b""]), "kept n": np.arange(1)}
-        >>> found = rows_to_measured(made)
-        >>> found.margin, found.faults, list(found.kept)
-        ((1, 1), [(0, 'no')], ['n'])
+        >>> made = {"=numbers": np.ones((1, 6), np.int64), "=fault": Ragged.from_rows([b'["no", ""]'])}
+        >>> found = rows_to_measured(made | {"kept n": np.arange(1)})
+        >>> found.margin, found.faults, found.wrong_lengths, list(found.kept)
+        ((1, 1), [(0, 'no')], [], ['n'])
     """
-    margin = np.asarray(made[_MARGIN])
+    numbers = np.ascontiguousarray(np.asarray(made[_NUMBERS]).T)
+    told = [(row, json.loads(reasons)) for row, reasons in _texts(made, _FAULT)]
     return Measured(
-        tokens=np.asarray(made["tokens"]),
-        image_tokens=np.asarray(made["image_tokens"]),
-        images=np.asarray(made["images"]),
-        flags=np.asarray(made["flags"]),
+        tokens=numbers[0],
+        image_tokens=numbers[1],
+        images=numbers[2],
+        flags=numbers[3].astype(np.int32),
         kept={name.removeprefix("kept "): column for name, column in made.items() if name.startswith("kept ")},
-        faults=_texts(made, _FAULT),
-        front=np.asarray(made[_FRONT]) if _FRONT in made else None,
-        margin=(int(margin[0, 0]), int(margin[0, 1])) if len(margin) else (0, 0),
-        wrong_lengths=_texts(made, _WRONG),
+        faults=[(row, fault) for row, (fault, _) in told if fault],
+        front=numbers[6] if len(numbers) > 6 else None,
+        margin=(int(numbers[4, 0]), int(numbers[5, 0])) if numbers.size else (0, 0),
+        wrong_lengths=[(row, wrong) for row, (_, wrong) in told if wrong],
     )
 
 
