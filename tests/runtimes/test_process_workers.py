@@ -527,6 +527,40 @@ def test_memory_of_a_heap_is_used_again_when_the_last_view_is_gone():
     assert [whole[begin : begin + 3].tolist() for begin in begins] == [[1] * 3, [2] * 3]
 
 
+_WRITES = """
+import os, sys
+import numpy as np
+from overlord.runtimes.transport.shared_memory import SharedHeap, read_only_view
+heap = SharedHeap(1 << 20)
+row = heap.empty(1 << 17)
+row[:] = 7
+seen = read_only_view(os.dup(heap.fd), 1 << 20)
+assert seen.flags.writeable and int(seen.sum()) == 7 << 17
+row[0] = 8
+assert seen.max() == 8
+seen[0] = 9
+"""
+
+
+def test_a_worker_that_writes_into_the_heap_ends_and_harms_no_row():
+    assert subprocess.run([sys.executable, "-c", _WRITES], check=False).returncode == -signal.SIGSEGV
+
+
+_LITTLE_ADDRESS_SPACE = """
+import resource
+import numpy as np
+from overlord.runtimes.transport.shared_memory import HEAP_BYTES, shared_heap
+resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+heap = shared_heap()
+assert len(heap.memory) < HEAP_BYTES
+assert heap.spanning([heap.empty(1 << 20)]) is not None
+"""
+
+
+def test_a_heap_is_small_where_the_address_space_is_limited():
+    subprocess.run([sys.executable, "-c", _LITTLE_ADDRESS_SPACE], check=True)
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(HEAP_LEAST, 40 * HEAP_LEAST)), max_size=40))
 @settings(max_examples=60)
 def test_arrays_of_a_heap_never_overlap(steps):

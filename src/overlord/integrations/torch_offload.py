@@ -5,8 +5,8 @@
 Forward copies a saved tensor to the host on a stream of its own, while it computes. Backward needs saved tensors in
 about the reverse order, so while one is used, those that were saved just before it are copied back on another stream.
 What forward saves last, backward needs at once: it stays on the device too, as no copy there and back could be hidden.
-How much is fetched ahead follows from the largest tensor: a gated feed-forward saves four of them one after another, and
-backward uses them up in a small part of the time that their copies take. The attention before them hides the copies.
+How much is fetched ahead follows from the largest tensor: a gated feed-forward saves four of them one after another,
+and backward uses them up in a small part of the time that their copies take. Attention, before them, hides the copies.
 
 Rules of this file:
 1. Saved tensors are told apart by their storage: the projections of queries, keys and values save the same input, which
@@ -29,7 +29,7 @@ from overlord.errors import SpecError
 SMALLEST_BYTES = 1 << 16
 """Tensors below this stay on the device: copying them costs more than it frees."""
 AHEAD_BYTES = 1 << 30
-"""What backward fetches ahead at least, and what the end of forward leaves on the device: about 20 ms of a host link."""
+"""What backward fetches ahead at least, and the end of forward leaves on the device: about 20 ms of a host link."""
 AHEAD_TENSORS = 4
 """How many of the largest tensors it fetches ahead, of those that went to the host. Profiled at 128k tokens, everything
 on the host: with one tensor of 2.9 GB ahead, a step took 1.12 times as long."""

@@ -67,7 +67,7 @@ from overlord.runtimes.transport.role_codec import (
     rows_from,
     send_message,
 )
-from overlord.runtimes.transport.shared_memory import Segment, find_segment, round_up, shared_heap
+from overlord.runtimes.transport.shared_memory import Segment, find_segment, read_only_view, round_up, shared_heap
 from overlord.transforms.samples.images import warm_images
 from overlord.transforms.samples.per_sample import Place
 from overlord.transforms.samples.tokenize import TokenizerFile, load_tokenizer
@@ -726,13 +726,11 @@ def serve(connection: socket.socket) -> None:
         except ServiceLost:
             return
         if isinstance(message, MapMemory):
+            asked, answered, heap = fds
             memory = RowMemory(
-                *(
-                    _mapped(fd, size)
-                    for fd, size in zip(
-                        fds, (message.asked_bytes, message.answer_bytes, message.heap_bytes), strict=True
-                    )
-                )
+                _mapped(asked, message.asked_bytes),
+                _mapped(answered, message.answer_bytes),
+                read_only_view(heap, message.heap_bytes),
             )
             continue
         assert memory is not None, "it is told of its memory first"

@@ -7,6 +7,7 @@ it is gone, however it went. Segments are reused, since fresh pages cost more th
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import functools
 import mmap
@@ -175,10 +176,10 @@ class SharedHeap:
 
     def __init__(self, capacity: int = HEAP_BYTES) -> None:
         self.fd = _anonymous_file()
+        weakref.finalize(self, os.close, self.fd)
         os.ftruncate(self.fd, capacity)  # a page takes memory once it is touched
         self._map = mmap.mmap(self.fd, capacity)
         self.memory: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
-        weakref.finalize(self, os.close, self.fd)
         self._lock = threading.Lock()
         self._idle: list[tuple[int, int]] = []
         """(begin, end) of free ranges with pages, in rising order; no two touch."""
@@ -237,7 +238,7 @@ class _InHeap:
     """What all views of an array in a heap refer to, and no other array does.
 
     Args:
-        memory: Where the array lies.
+        memory: Where the array lies; it is taken for writable.
         held: What it holds besides: the arrays that it spans, or the list of ranges that its own is put into at last.
         place: Its range.
     """
@@ -245,7 +246,7 @@ class _InHeap:
     __slots__ = ("__array_interface__", "_held", "_memory", "_place")
 
     def __init__(self, memory: npt.NDArray[np.uint8], held: Any, place: tuple[int, int] | None = None) -> None:
-        self.__array_interface__ = memory.__array_interface__
+        self.__array_interface__ = {**memory.__array_interface__, "data": (_address(memory), False)}
         self._memory, self._held, self._place = memory, held, place
 
     def __del__(self) -> None:
@@ -273,10 +274,25 @@ def _give(ranges: list[tuple[int, int]], begin: int, end: int) -> None:
     ranges[low:high] = [(begin, end)]
 
 
+def read_only_view(fd: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    """Map memory of another process to be read, and close its descriptor.
+
+    A write, of a decoder that a hostile image leads astray, ends this process and harms no other row. The array says
+    that it can be written: arrays that cannot be are another type to compiled kernels.
+    """
+    try:
+        return np.asarray(_InHeap(np.frombuffer(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ), np.uint8), None))
+    finally:
+        os.close(fd)
+
+
 @functools.cache
 def shared_heap() -> SharedHeap:
-    """Return the heap of this process."""
-    return SharedHeap()
+    """Return the heap of this process: a small one where its address space is limited (`ulimit -v`)."""
+    for capacity in (HEAP_BYTES, HEAP_BYTES >> 6):
+        with contextlib.suppress(OSError):
+            return SharedHeap(capacity)
+    return SharedHeap(mmap.PAGESIZE)
 
 
 def round_up(nbytes: int) -> int:
