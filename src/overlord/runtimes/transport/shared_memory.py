@@ -277,8 +277,8 @@ def _give(ranges: list[tuple[int, int]], begin: int, end: int) -> None:
 def read_only_view(fd: int, nbytes: int) -> npt.NDArray[np.uint8]:
     """Map memory of another process to be read, and close its descriptor.
 
-    A write, of a decoder that a hostile image leads astray, ends this process and harms no other row. The array says
-    that it can be written: arrays that cannot be are another type to compiled kernels.
+    A decoder that writes out of bounds because of a hostile image ends this process, and no other row is damaged. The
+    array says that it can be written: arrays that cannot be are another type to compiled kernels.
     """
     try:
         return np.asarray(_InHeap(np.frombuffer(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ), np.uint8), None))
