@@ -139,20 +139,24 @@ _NOTHING = "nothing could be loaded. Give 1 or more"
 _Bytes = Annotated[int, whole(1, _NOTHING), BeforeValidator(as_bytes, json_schema_input_type=int | str)]
 
 
+_AHEAD_BYTES = 512 << 20
+_AHEAD_OF_THREAD = 64 << 20
+
+
 class Budget(Spec):
     """What a service may take of its hosts.
 
     Example:
-        >>> Budget(cpus=16, memory="8GiB").ahead == 512 << 20
-        True
+        >>> [Budget(cpus=16, memory="8GiB").ahead_bytes(threads) >> 20 for threads in (2, 16)]
+        [512, 1024]
         >>> Budget(cpus=0)
         Traceback (most recent call last):
         ...
         overlord.errors.SpecError: Budget: cpus is 0: this must be at least 1; nothing could be loaded. Give 1 or more.
     """
 
-    ahead: _Bytes = 512 << 20
-    """Bytes of samples and views held ahead of the trainers."""
+    ahead: _Bytes | None = None
+    """Bytes of samples and views held ahead of the trainers; by default 512 MiB, or 64 MiB for each of the threads."""
     cpus: Annotated[int, whole(1, _NOTHING)] | None = None
     """Workers that all sources may have together; by default one for each core of this host."""
     memory: _Bytes | None = None
@@ -166,6 +170,14 @@ class Budget(Spec):
     """Bytes that one actor of the auto-partition may take; by default only `memory` is a limit."""
     cluster_size: Annotated[int, whole(1, _NOTHING)] | None = None
     """Sources of a cluster in the auto-partition; 4 by default, as in the paper."""
+
+    def ahead_bytes(self, threads: int) -> int:
+        """Return how many bytes are held ahead with so many threads.
+
+        By default more of them hold more, since they are given larger steps: 16 workers that decode images wait for
+        plans where 512 MiB are three steps.
+        """
+        return self.ahead or max(_AHEAD_BYTES, _AHEAD_OF_THREAD * threads)
 
 
 def profile_path(job: Path) -> Path:

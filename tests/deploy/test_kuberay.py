@@ -158,7 +158,7 @@ def test_ray_gets_the_resource_that_marks_trainer_hosts(manifest):
 
 
 def test_memory_holds_budget_and_object_store(manifest):
-    budget = ol.Budget().ahead
+    budget = ol.Budget().ahead_bytes(threads=2)
     for group in groups_of(manifest).values():
         pod = group["template"]["spec"]
         volumes = {volume["name"]: volume for volume in pod["volumes"]}

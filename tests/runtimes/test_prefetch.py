@@ -21,7 +21,7 @@ from overlord.core.samples import Cursor, Part
 from overlord.errors import OverlordError
 from overlord.roles.poisoned_rows import PoisonedRows
 from overlord.runtimes.hosts.loader_fleet import LoaderFleet, make_fleet
-from overlord.runtimes.hosts.prefetch import Executors, SourceWorkers, ThreadPriorityExecutor, ThreadWorkers
+from overlord.runtimes.hosts.prefetch import POOL_READS, Executors, SourceWorkers, ThreadPriorityExecutor, ThreadWorkers
 from overlord.runtimes.hosts.step_server import Checked, StepServer
 from overlord.runtimes.launching.deployment import open_files, prepare
 from overlord.runtimes.launching.service_options import ServiceOptions
@@ -56,9 +56,11 @@ def executors():
     executors.close()
 
 
-def fleet_of(folder: Path, slow: Slow, executors: Executors, workers: int, rows: int = 400) -> LoaderFleet:
-    for number in range(4 if not (folder / "a").exists() else 0):
-        write_ids(folder / "a" / f"{number}.jsonl", np.full(rows // 4, 5), number * 1000)
+def fleet_of(
+    folder: Path, slow: Slow, executors: Executors, workers: int, rows: int = 400, files: int = 4
+) -> LoaderFleet:
+    for number in range(files if not (folder / "a").exists() else 0):
+        write_ids(folder / "a" / f"{number:03}.jsonl", np.full(rows // files, 5), number * 1000)
     sample = ol.Custom(slow, columns=["ids"], process=False, name="slow", code_digest="1")
     job = ol.Job(
         sources=[ol.Source("a", str(folder / "a"), sample=sample, shuffle_bytes=2048)],
@@ -241,8 +243,8 @@ def test_workers_are_called_for_work_and_not_for_nothing(tmp_path: Path, executo
 def test_a_request_goes_on_over_many_small_groups_also_where_a_pool_measures_them(
     tmp_path: Path, executors, count: int
 ) -> None:
-    alone = walk(fleet_of(tmp_path, Slow(0.0), Executors.of_caller(), 1), 390, 1)[:390]
-    fleet = fleet_of(tmp_path, Slow(0.0), executors, 1)
+    alone = walk(fleet_of(tmp_path, Slow(0.0), Executors.of_caller(), 1, files=40), 390, 1)[:390]
+    fleet = fleet_of(tmp_path, Slow(0.0), executors, 1, files=40)
     pool = fleet._pools[0]
     pool._pool = 4  # as where rows are measured in process workers
     pool._tell_loader()
@@ -263,16 +265,21 @@ def test_two_workers_never_read_in_one_group_at_the_same_time(tmp_path: Path, ex
     pool._tell_loader()
     inside: set[tuple[int, int]] = set()
     twice: list[tuple[int, int]] = []
+    reads: list[int] = []
+    reading: set[int] = set()
     read, measure, turn = pool.loader.read, pool.loader.measure, itertools.count()
 
     def slow_read(wanted):
         keys = {cursor[:2] for cursor, _, _ in wanted}
         twice.extend(keys & inside)
         inside.update(keys)
+        reading.add(id(keys))
+        reads.append(len(reading))
         time.sleep(0.002 * (next(turn) % 4))
         try:
             return read(wanted)
         finally:
+            reading.discard(id(keys))
             inside.difference_update(keys)
 
     def slow_measure(stretches):
@@ -282,6 +289,8 @@ def test_two_workers_never_read_in_one_group_at_the_same_time(tmp_path: Path, ex
     pool.loader.read, pool.loader.measure = slow_read, slow_measure
     found = walk(fleet, 390, 5)
     assert twice == []
+    assert 1 < max(reads) <= max(workers, POOL_READS) + 1, "and a request that reads by itself"
+    assert pool._reads == 0
     alone = walk(fleet_of(tmp_path, Slow(0.0), Executors.of_caller(), 1), 390, 1)
     assert found[:390].tobytes() == alone[:390].tobytes()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
 import mmap
 import os
 import resource
@@ -138,6 +139,26 @@ def test_callers_take_turns():
         assert done.count("quick") == 3 and done.count("slow") < 10
         first.join()
     assert done.count("slow") == 30
+
+
+def test_calls_of_one_owner_are_done_as_they_came():
+    """The stretch of rows that is due first is there first."""
+    done: list[int] = []
+    begun, owner = threading.Event(), object()
+
+    def work(call):
+        begun.set()
+        time.sleep(0.01)
+        done.append(call)
+
+    with ProcessWorkers(1) as one:
+        first = threading.Thread(target=lambda: one.each(work, [0] * 10, 0.01, owner))
+        first.start()
+        begun.wait()
+        one.each(work, [1] * 10, 0.01, owner)
+        first.join()
+    threads = 2
+    assert sorted(done[: 10 + threads]) == [0] * 10 + [1] * threads or done == [0] * 10 + [1] * 10
 
 
 def test_the_first_error_ends_a_call_and_no_other(pool):
@@ -301,6 +322,59 @@ def test_many_threads_and_functions_share_the_workers(pool):
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(use, range(60)))
     assert len(psutil.Process(pool._server.pid).children()) <= pool.count
+
+
+def test_the_next_run_stands_in_line_and_one_runs_at_a_time(tmp_path):
+    """A function without a time limit: its next run is sent while another one runs, to the same process."""
+
+    def note(rows):
+        with (tmp_path / f"{rows['n'][0]}").open("w") as file:
+            file.write(f"{os.getpid()} {time.monotonic()} ")
+            time.sleep(0.2)
+            file.write(f"{time.monotonic()}")
+        return {"n": np.asarray(rows["n"])}
+
+    with ProcessWorkers(1) as one, ThreadPoolExecutor(2) as threads:
+        run = one.isolate(note, name="note", deadline=None)
+        run({"n": np.array([9])})
+        calls = [threads.submit(run, {"n": np.array([number])}) for number in range(2)]
+        until = time.monotonic() + 5
+        while one._workers[0].using < 2 and time.monotonic() < until:
+            time.sleep(0.005)
+        assert one._workers[0].using == 2
+        assert [call.result()[0]["n"].tolist() for call in calls] == [[0], [1]]
+        timed = one.isolate(note, name="timed", deadline=20.0)
+        calls = [threads.submit(timed, {"n": np.array([number])}) for number in (3, 4)]
+        until = time.monotonic() + 5
+        while not (tmp_path / "3").exists() and not (tmp_path / "4").exists() and time.monotonic() < until:
+            time.sleep(0.005)
+        assert len(one._queue) == 1, "what has a time limit waits until the worker is free"
+        assert sorted(call.result()[0]["n"].tolist() for call in calls) == [[3], [4]]
+    noted = sorted((file.read_text().split() for file in tmp_path.iterdir()), key=lambda one: float(one[1]))
+    assert len({pid for pid, _, _ in noted}) == 1
+    assert all(float(end) <= float(begin) for (_, _, end), (_, begin, _) in itertools.pairwise(noted))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_stands_in_line_behind_a_deadly_row_is_innocent(monkeypatch, seed):
+    """Many callers, every worker looked at before it is used; some rows kill what stands in both lines."""
+    monkeypatch.setattr("overlord.runtimes.supervision.process_workers.LOOK_AFTER_S", 0.0)
+    random = np.random.default_rng(seed)
+    deadly = [set(random.choice(120, 3, replace=False).tolist()) if call % 4 == 0 else set() for call in range(24)]
+
+    with ProcessWorkers(2) as pool, ThreadPoolExecutor(6) as threads:
+        run = pool.isolate(behave, name="behave", deadline=None)
+
+        def use(call):
+            numbers = [EXIT if row in deadly[call] else row for row in range(120)]
+            made, killed = run(rows_of(numbers))
+            assert [row for row, _ in killed] == sorted(deadly[call])
+            assert plain(made) == plain(behave(rows_of([n for n in numbers if n != EXIT])))
+
+        list(threads.map(use, range(24)))
+        assert len(pool._workers) <= pool.count
+        assert not any(worker.using for worker in pool._workers)
+        assert all(len(worker.lines) == 2 for worker in pool._workers)
 
 
 def test_a_pause_of_the_host_is_not_taken_for_a_hang(pool):

@@ -257,7 +257,7 @@ def simulate_job(
         cpus=None if launch.budget is None else launch.budget.cpus,
         threads=asked.threads or launch.threads,
         prefetch=launch.prefetch,
-        ahead=budget.ahead,
+        ahead=budget.ahead_bytes(asked.threads or launch.threads or 1),
     )
     found: list[SimulatedMesh] = []
     for tree in trees:

@@ -579,7 +579,7 @@ class ForkAnswer(Message, frozen=True):
 
 
 class ServeCaller(Message, frozen=True):
-    """Service to a reader process: serve a further connection, whose descriptor goes along."""
+    """Service to a reader process or worker: serve a further connection, whose descriptor goes along."""
 
 
 class LoadFunction(Message, frozen=True):

@@ -54,7 +54,8 @@ from overlord.runtimes.launching.deployment import (
     try_files,
 )
 from overlord.runtimes.launching.service_options import Progress, ServiceOptions
-from overlord.runtimes.supervision.process_workers import WORKER_THREAD, ProcessWorkers
+from overlord.runtimes.supervision.fair_threads import WORKER_THREAD
+from overlord.runtimes.supervision.process_workers import ProcessWorkers
 from overlord.runtimes.supervision.work_clock import Spent, queued_s
 from overlord.scaling.profiles import Entry, Profile, Running, SourceProfile, Spread, cost_digest
 from overlord.storage import replacing

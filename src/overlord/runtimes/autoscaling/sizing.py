@@ -50,6 +50,7 @@ def sizing_of(job: Job, launch: LaunchOptions) -> dict[str, Any]:
     shadows = shadows_of(canonical(job), launch)
     cluster = cluster_of(launch, shadows)
     _check_budget(given, launch, in_actors=loaders == "auto" or (settings is not None and cluster is not None))
+    threads = launch.threads or default_threads(launch)
     sized = settings is not None or given.cpus is not None or loaders == "auto"
     found: dict[str, Any] = {
         "worker_threads": given.cpus or (usable_cpus() if sized else MOST_WORKER_THREADS),
@@ -57,9 +58,9 @@ def sizing_of(job: Job, launch: LaunchOptions) -> dict[str, Any]:
         "workers_per_actor": given.workers_per_actor or WORKERS_PER_ACTOR,
         "scaling": settings,
         "memory": given.memory or NO_LIMIT,
-        "budget_bytes": given.ahead,
+        "budget_bytes": given.ahead_bytes(threads),
         "profile": launch.profile,
-        "threads": launch.threads or default_threads(launch),
+        "threads": threads,
         "cluster": cluster,
     }
     if loaders == "auto":

@@ -45,6 +45,9 @@ from overlord.transforms.microbatches.step_samples import StepSamples
 # One client's connection to the constructor host of its machine: views go by descriptor of shared memory.
 
 
+MOST_PACKERS = 8
+"""Microbatches that are packed at once at most, two of them by the first threads. With 4 for 16 workers that decode
+their images, an eighth of the workers have nothing to do; with 10 they have no more than with 7."""
 TWICE_S = 2.0
 """How long a rank that attaches waits for a predecessor that is being killed."""
 
@@ -263,7 +266,7 @@ class ClientServer:
             prefetch=options.prefetch,
             budget_bytes=options.budget_bytes,
             read_bytes=read_bytes,
-            packers=2 + options.threads // 8,
+            packers=min(2 + options.threads // 3, MOST_PACKERS),
             early=not successor and not options.recover,
         )
         self._context = ClientContext(

@@ -327,11 +327,17 @@ STRETCH_S = 0.1
 REQUESTS_AHEAD = AHEAD
 """How many requests like the last ones are prepared ahead: more would be wasted when the mixture turns away."""
 POOL_STRETCHES = 8
-"""Stretches of a source that are under way at once where they are measured in the host's pool: with one at a time, its
-workers would stand idle while the next one is read. Profiled with 16 workers: 0.3 of their work otherwise."""
-POOL_REQUESTS_AHEAD = 4
-POOL_WORKERS_BYTES = 4
-"""For how many workers a source holds rows ahead, if a pool measures them."""
+"""Stretches of a source that are under way at once at least, where they are measured in the host's pool, or as many as
+it has workers. With one at a time they would stand idle while the next one is read; with 8 for 16 workers, plans wait
+for rows that stand behind images that are being decoded. Profiled with 16 workers: 0.7 and 0.9 of their work."""
+POOL_READS = 2
+"""Of those, stretches that are read at once: one read with 16 workers waits 6 of its 8 ms for the interpreter lock."""
+POOL_REQUESTS_AHEAD = 4, 8
+"""The same for a pool: of small requests, as many sources have them, and of those with at least so many rows as follow,
+which are not much more than a stretch."""
+MANY_ROWS = 128
+POOL_BYTES = 32 << 20, 6 << 20
+"""What a source may hold ahead if a pool measures its rows: in all at least, and for each worker of the pool."""
 FEW_ROWS = 32
 """So many rows tell what a row costs."""
 
@@ -419,6 +425,8 @@ class PrefetchPool:
         """The epoch in which there is no further group to work on."""
         self._reach: list[_Reach] = []
         self._reading: set[_Key] = set()
+        self._reads = 0
+        """Stretches that are being read."""
         self._taken: dict[_Key, list[tuple[int, int]]] = {}
         self._helpers = helpers
         self.handed_over = 0
@@ -445,7 +453,7 @@ class PrefetchPool:
     @property
     def _at_once(self) -> int:
         """Stretches that may be under way."""
-        return max(self._wanted, POOL_STRETCHES) if self._pool and self._wanted else self._wanted
+        return max(self._wanted, POOL_STRETCHES, self._pool) if self._pool and self._wanted else self._wanted
 
     @property
     def _groups(self) -> int:
@@ -487,6 +495,7 @@ class PrefetchPool:
                         self._changed.wait(STRETCH_S)
                         continue
                     tasks = [self._take(at[:2], group, at.offset, at.offset + self._rows_at_once(group, left))]
+                    self._reads += 1
                 try:
                     self._do(tasks)
                 except (ReaderError, SourceError):
@@ -592,7 +601,7 @@ class PrefetchPool:
     def _work(self) -> None:
         """Do one stretch, or look for the next group; then give way to the workers of other sources."""
         with self._changed:
-            tasks = self._next() if self._running <= self._at_once else []
+            tasks = self._next() if self._running <= self._at_once and self._may_take() else []
             scouts = not tasks and self._running <= self._at_once and self._may_scout()
             self._scouting |= scouts
             self._calling = False
@@ -622,6 +631,7 @@ class PrefetchPool:
             with self._changed:
                 unread = False
                 self._reading.difference_update(task.key for task in tasks)
+                self._reads -= 1
                 self._kick()  # requests are not told: they wait until rows are measured
             measured = self.loader.measure(stretches)
             with self._changed:
@@ -635,6 +645,7 @@ class PrefetchPool:
                 self._took, self._spent = self._took.plus(took), self._spent.plus(took)
                 if unread:  # a group that was read is another worker's by now: two must never read in it together
                     self._reading.difference_update(task.key for task in tasks)
+                    self._reads -= 1
                 for task in tasks:
                     self._taken[task.key].remove((task.begin, task.stop))
                     if not self._taken[task.key]:
@@ -699,15 +710,21 @@ class PrefetchPool:
             return False
         if self._rows_ahead() >= self._most_ahead():
             return False
-        most_bytes = WORKER_BYTES * max(self._wanted, POOL_WORKERS_BYTES if self._pool else 1)
-        room = self.loader.ahead_bytes(self._position) < most_bytes
-        return room and (self._next_place() is not None or self._may_scout())
+        pooled = max(POOL_BYTES[0], POOL_BYTES[1] * self._pool) if self._pool else 0
+        room = self.loader.ahead_bytes(self._position) < max(pooled, WORKER_BYTES * max(self._wanted, 1))
+        return room and (self._may_take() or self._may_scout())
+
+    def _may_take(self) -> bool:
+        """Whether a stretch may be read now."""
+        busy = self._pool > 0 and self._reads >= max(self._wanted, POOL_READS)
+        return not busy and self._next_place() is not None
 
     def _most_ahead(self) -> int:
         """Return how many rows may be prepared ahead."""
         if self._pool and self._wanted == 1:
             row_bytes = max(self._reach[0].group.row_bytes, 1.0) if self._reach else 1.0
-            return max(POOL_REQUESTS_AHEAD * self._pace.rows, 1, min(FEW_ROWS, int(AHEAD_BYTES / row_bytes)))
+            requests = POOL_REQUESTS_AHEAD[self._pace.rows >= MANY_ROWS]
+            return max(requests * self._pace.rows, 1, min(FEW_ROWS, int(AHEAD_BYTES / row_bytes)))
         least = self._wanted * _least_ahead(self._row_s() if self.prepared >= FEW_ROWS else 0.0)
         return max(REQUESTS_AHEAD * self._pace.rows, least)
 
@@ -745,8 +762,8 @@ class PrefetchPool:
                 if free:
                     return one
                 unfinished += 1
-                if self._pool and unfinished >= self._wanted:
-                    break  # no more groups are open than there are workers: another one would be opened again and again
+                if self._pool and unfinished >= self._groups:
+                    break  # no more groups are open than are kept: another one would be opened again and again
         return None
 
     def _next(self) -> list[_Task]:
@@ -758,6 +775,7 @@ class PrefetchPool:
             if tasks and (rows <= 0 or not self._pool):
                 break
             tasks.append(self._take(place.key, place.group, place.next, place.next + rows))
+        self._reads += bool(tasks)
         return tasks
 
     def _rows_at_once(self, group: Group, wanted: int) -> int:

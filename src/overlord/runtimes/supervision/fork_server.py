@@ -85,11 +85,15 @@ class ForkedChild(ChildProcess):
     @property
     def alive(self) -> bool:
         """Whether it waits at the other end, for a child from which no answer is due."""
+        return self.waits_at(self.connection)
+
+    def waits_at(self, connection: socket.socket) -> bool:
+        """Whether it waits at the other end of a connection that only the caller uses, with no answer due."""
         if not self.server_runs:
             return False
-        self.connection.setblocking(False)
+        connection.setblocking(False)
         try:
-            self.connection.recv(1, socket.MSG_PEEK)
+            connection.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return True
         except OSError:

@@ -2,12 +2,15 @@
 
 Rules of this file:
 1. Results do not depend on how many workers there are, which were killed meanwhile, or how rows were cut into runs.
-2. A row is given up only when it was alone with a fresh worker and that worker died or hung, twice: a slow machine and
-   the kernel's out-of-memory killer hit innocent rows, but hardly the same one twice.
+2. A row is given up only when it was alone with a worker, then with a fresh one, and both died or hung: a slow machine
+   and the kernel's out-of-memory killer hit innocent rows, but hardly the same one twice.
 3. A worker that dies while no row runs (at its start, at rest) is no fault of a row: it is replaced, and past a few
    tries that is an error.
 4. A function that exceeds its time limit for several rows in succession, with no row done in between, hangs: that is an
    error of the function, not of rows, and trying every row of a source twice would never end.
+5. A worker runs one thing at a time. The next one waits in its second line meanwhile, so that it need not wait for the
+   service: with 16 workers a thread gets the interpreter lock 5 ms after an answer. What has a time limit waits in no
+   line: its time would begin before it does.
 """
 
 from __future__ import annotations
@@ -15,19 +18,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import heapq
 import itertools
 import json
 import logging
 import mmap
 import os
+import select
 import socket
 import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
@@ -41,6 +44,7 @@ from overlord.core.messages import (
     RowsFailed,
     RowsMade,
     RunFunction,
+    ServeCaller,
     SharedRows,
     WorkerMessage,
 )
@@ -56,6 +60,7 @@ from overlord.core.ragged import (
 from overlord.core.samples import padded
 from overlord.errors import ClosedError, OverlordError, ServiceLost, SpecError, ToleranceError, error_named
 from overlord.runtimes.supervision.child import LIMITS, Limits, usable_cpus
+from overlord.runtimes.supervision.fair_threads import FairThreads
 from overlord.runtimes.supervision.fork_server import ChildLost, ForkedChild, ForkServer
 from overlord.runtimes.supervision.work_clock import Spent, WorkClock, note_help
 from overlord.runtimes.transport.codec import OnSilence, receive_frame
@@ -88,14 +93,14 @@ HAND_OVER_S = 0.003
 to hand one run over, and hands over one at a time: with shorter runs workers wait for it. Profiled with 16 workers."""
 RUN_ROWS = 32, 256
 """Rows that are sent at a time at most, before it is known what a row costs and after."""
+LINES = 2
+"""Threads that may have asked a worker something at once."""
 LOOK_AFTER_S = 0.1
 """How long a worker may have rested before it is looked at whether it is still there."""
 TRIES = 3
 """Workers that may be lost in a row without any fault of a row."""
 HANGS = 3
 """Rows in succession that are given up because of the time limit before the function itself is taken to hang."""
-WORKER_THREAD = "overlord-process-workers"
-"""The name of the threads that talk to workers."""
 
 Poisoned = list[tuple[int, str]]
 """(row, why it is given up) of every row that killed its worker twice."""
@@ -114,17 +119,53 @@ class _Worker:
         self.child = child
         self.functions: set[str] = set()
         """The keys of the functions that it has loaded."""
-        self.asked = False
-        """Whether an answer is still to come; such a worker can be asked nothing else."""
+        self.lines = [_Line(self, child.connection)]
+        """Those that no thread uses."""
+        self.using = 0
+        """How many lines are taken: all of them by a thread that is alone with it."""
+        self.free_at = 0.0
+        """When it is expected to have done what it was asked."""
         self.used_at = 0.0
         """When it last answered."""
+
+    def open_lines(self) -> None:
+        """Open the other lines.
+
+        Raises:
+            ServiceLost: when it has ended.
+        """
+        try:
+            for _ in range(LINES - 1):
+                ours, theirs = socket.socketpair()
+                self.lines.append(_Line(self, ours))
+                with theirs:
+                    send_message(self.child.connection, ServeCaller(), [theirs.fileno()])
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Kill it if it lives, and let go of its memory; a thread that waits for an answer is told."""
+        self.child.end()
+        for line in self.lines:
+            line.close()
+
+
+class _Line:
+    """A connection to a worker, with the memory of what is asked and answered there."""
+
+    def __init__(self, worker: _Worker, connection: socket.socket) -> None:
+        self.worker = worker
+        self.asked = False
+        """Whether an answer is still to come; such a worker can be asked nothing else."""
+        self._connection = connection
         self._memory: RowMemory | None = None
         self._answer_bytes = 0
 
     def ask(
         self, message: WorkerMessage, rows: RowBatch, seconds: float | None, fds: Sequence[int] = ()
     ) -> tuple[WorkerMessage, RowBatch]:
-        """Ask it and wait for the answer, whose columns are overwritten by the next one.
+        """Ask the worker and wait for the answer, whose columns are overwritten by the next one.
 
         Raises:
             ChildLost: when it ended, or did not answer in time.
@@ -132,7 +173,9 @@ class _Worker:
         """
         self.asked = True
         try:
-            answer = self.child.within(seconds, lambda talk, tick: self._exchange(message, rows, fds, talk, tick))
+            answer = self.worker.child.within(
+                seconds, lambda talk, tick: self._exchange(message, rows, fds, talk, tick), self._connection
+            )
         except ChildLost as loss:
             if loss.code is None and not loss.hung:
                 raise _WorkerLost(str(loss)) from None
@@ -140,9 +183,14 @@ class _Worker:
         self.asked = False
         return answer
 
-    def end(self) -> None:
-        """Kill it if it lives, and let go of its memory."""
-        self.child.end()
+    @property
+    def waits(self) -> bool:
+        """Whether the worker is there, and waits to be asked."""
+        return self.worker.child.waits_at(self._connection)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._connection.close()
         self._memory = None
 
     def kept(self, rows: RowBatch) -> RowBatch:
@@ -186,127 +234,6 @@ class _Worker:
                 os.close(segment.fd)  # the mapping stays
 
 
-@dataclass(slots=True)
-class _Call:
-    """Items that a function is applied to, for a caller that waits for all of them."""
-
-    function: Callable[[Any], Any]
-    items: Sequence[Any]
-    item_s: float
-    """What an item is expected to take."""
-    results: list[Any]
-    begun: int = 0
-    running: int = 0
-    error: BaseException | None = None
-    done: threading.Event = field(default_factory=threading.Event)
-
-
-class _FairThreads:
-    """Threads that take turns with the calls that wait: the next item is of the call that has had the least time.
-
-    First come, first served would not do: measuring a few rows, which the next plan waits for, would stand behind all
-    the images of the steps before it, and the workers would then have nothing to do until the plan is there.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._changed = threading.Condition()
-        self._waiting: list[tuple[float, int, _Call]] = []
-        """A heap: (seconds that the call has had, number of its turn, call)."""
-        self._turns = itertools.count()
-        self._clock = 0.0
-        """What the call that had the last turn had had: a new call begins there."""
-        self._threads: list[threading.Thread] = []
-        self._running = 0
-        self._closed = False
-
-    def map(self, function: Callable[[Any], T], items: Sequence[Any], item_s: float) -> list[T]:
-        """Apply the function to every item; results in order. The first error ends the call."""
-        call = _Call(function, items, item_s, [None] * len(items))
-        with self._changed:
-            if self._closed:
-                raise RuntimeError("the threads are closed")
-            if not self._threads:
-                self._start()
-            heapq.heappush(self._waiting, (self._clock, next(self._turns), call))
-            self._changed.notify(len(items))
-        call.done.wait()
-        try:
-            if call.error is not None:
-                raise call.error
-            return call.results
-        finally:
-            del call  # it holds the error, whose traceback holds this frame
-
-    @property
-    def free(self) -> int:
-        """How many threads have nothing to do, or will have once the items that wait are taken; at least one."""
-        with self._changed:
-            waiting = sum(len(call.items) - call.begun for _, _, call in self._waiting)
-            return max(1, self._count - self._running - waiting)
-
-    def close(self) -> None:
-        """Let what runs end; calls with items that were not begun fail."""
-        with self._changed:
-            self._closed = True
-            for _, _, call in self._waiting:
-                call.error = call.error or ClosedError("the process workers are closed; launch the service again.")
-                if not call.running:
-                    call.done.set()
-            self._waiting.clear()
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
-
-    def _start(self) -> None:
-        """Start the threads; where the host has no room for all of them, those that there are do the work."""
-        try:
-            for _ in range(self._count):
-                # A daemon: a pool that was never closed must not keep the interpreter from ending.
-                thread = threading.Thread(target=self._work, name=WORKER_THREAD, daemon=True)
-                thread.start()
-                self._threads.append(thread)
-        except RuntimeError as error:
-            if not self._threads:
-                raise OverlordError(
-                    f"no thread can be started for the process workers ({error}); no sample could be made. The host is "
-                    "out of processes or threads: free some, or raise its limit."
-                ) from error
-
-    def _work(self) -> None:
-        while (turn := self._next()) is not None:
-            call, at = turn
-            try:
-                call.results[at] = call.function(call.items[at])
-            except BaseException as error:
-                with self._changed:
-                    call.error = call.error or error
-            with self._changed:
-                self._running -= 1
-                call.running -= 1
-                if not call.running and (call.error is not None or call.begun == len(call.items)):
-                    call.done.set()
-            del turn, call  # rows and results would live as long as this thread waits
-
-    def _next(self) -> tuple[_Call, int] | None:
-        with self._changed:
-            while True:
-                while not self._waiting:
-                    if self._closed:
-                        return None
-                    self._changed.wait()
-                had, _, call = heapq.heappop(self._waiting)
-                if call.error is None:
-                    break
-            self._clock = max(self._clock, had)
-            call.begun += 1
-            call.running += 1
-            self._running += 1
-            if call.begun < len(call.items):
-                heapq.heappush(self._waiting, (had + call.item_s, next(self._turns), call))
-            return call, call.begun - 1
-
-
 class ProcessWorkers:
     """A few worker processes, started when they are first needed; several threads may use them at once.
 
@@ -325,9 +252,13 @@ class ProcessWorkers:
     def __init__(self, count: int, limits: Limits = LIMITS) -> None:
         self.count = max(1, min(count, usable_cpus()))
         self.limits = limits
-        self._threads = _FairThreads(self.count)
-        self._lock = threading.Lock()
-        self._idle: list[_Worker] = []
+        self._threads = FairThreads(self.count, lines=-(-self.count // 2))
+        self._changed = threading.Condition()
+        self._workers: list[_Worker] = []
+        self._starting = 0
+        """Workers that are being forked."""
+        self._queue: deque[object] = deque()
+        """The threads that wait for a worker, as they came."""
         self._server = ForkServer("overlord.runtimes.supervision.process_workers", limits)
         self._closed = False
 
@@ -354,35 +285,47 @@ class ProcessWorkers:
             self._server.preloads = list(dict.fromkeys([*self._server.preloads, loaded]))
         return Isolated(self, code, name, deadline, users=not getattr(function, "only_reads", False))
 
-    def each(self, function: Callable[[Any], T], items: Sequence[Any], item_s: float) -> list[T]:
+    def each(self, function: Callable[[Any], T], items: Sequence[Any], item_s: float, owner: object = None) -> list[T]:
         """Apply a function that borrows a worker to every item, side by side; results in order.
 
         Args:
+            function: Takes an item.
+            items: The items.
             item_s: Seconds that an item is expected to take.
+            owner: What takes turns with others; its calls are done as they came. By default the call itself.
         """
         self.check_open()
         try:
-            return self._threads.map(function, items, item_s)
+            return self._threads.map(function, items, item_s, owner)
         except RuntimeError:
             self.check_open()  # closed meanwhile: no thread takes anything on
             raise
 
     @contextlib.contextmanager
-    def borrow(self, *, fresh: bool) -> Iterator[_Worker]:
-        """Lend a worker, one that has run nothing yet if `fresh`, to a thread of `each`.
+    def borrow(self, expected_s: float, *, alone: bool, fresh: bool = False) -> Iterator[_Line]:
+        """Lend a line to a worker to a thread of `each`.
+
+        Args:
+            expected_s: Seconds for which it will be used, about.
+            alone: Whether no other thread may use the worker meanwhile.
+            fresh: Whether it must be a worker that has run nothing yet; `alone`, then.
 
         Raises:
             _WorkerLost: when none can be started.
         """
-        worker = self._take(fresh)
+        line = self._take(expected_s, alone, fresh)
+        worker = line.worker
         try:
-            yield worker
+            yield line
         finally:
-            with self._lock:
-                good = not (worker.asked or self._closed)
-                if good:
-                    worker.used_at = time.monotonic()
-                    self._idle.append(worker)
+            with self._changed:
+                worker.using -= LINES if alone else 1
+                worker.used_at = time.monotonic()
+                worker.lines.append(line)
+                good = not (line.asked or self._closed) and (worker.using or len(self._workers) <= self.count)
+                if not good and worker in self._workers:
+                    self._workers.remove(worker)
+                self._changed.notify_all()
             if not good:
                 worker.end()
 
@@ -394,8 +337,8 @@ class ProcessWorkers:
     @property
     def resting(self) -> tuple[int, ...]:
         """Process ids of the workers that are there and have nothing to do."""
-        with self._lock:
-            return tuple(worker.child.pid for worker in self._idle)
+        with self._changed:
+            return tuple(worker.child.pid for worker in self._workers if not worker.using)
 
     def check_open(self) -> None:
         """Raise ClosedError once the pool is closed."""
@@ -404,9 +347,11 @@ class ProcessWorkers:
 
     def close(self) -> None:
         """Kill the workers, whatever they do, and wait for the threads that wait for them."""
-        with self._lock:
+        with self._changed:
             self._closed = True
-            idle, self._idle = self._idle, []
+            idle = [worker for worker in self._workers if not worker.using]
+            self._workers = []
+            self._changed.notify_all()
         self._server.close()
         for worker in idle:
             worker.end()
@@ -420,20 +365,68 @@ class ProcessWorkers:
     ) -> None:
         self.close()
 
-    def _take(self, fresh: bool) -> _Worker:
-        with self._lock:
-            idle = self._idle.pop() if self._idle else None
-        if idle is not None:
+    def _take(self, expected_s: float, alone: bool, fresh: bool) -> _Line:
+        while True:
+            with self._changed:
+                worker = None if fresh else self._wait_for_one(alone)
+                self.check_open()
+                begins = time.monotonic()
+                if worker is None:
+                    self._starting += 1
+                else:
+                    busy, unused_s = worker.using > 0, begins - worker.used_at
+                    worker.using += LINES if alone else 1
+                    worker.free_at = max(begins, worker.free_at) + expected_s if busy else begins + expected_s
+                    line = worker.lines.pop()
+            if worker is None:
+                return self._start(begins + expected_s, LINES if alone else 1)
             # One that has just answered is not looked at: if it died since, its rows run again, as always.
-            recent = time.monotonic() - idle.used_at < LOOK_AFTER_S and idle.child.server_runs
-            if not fresh and (recent or idle.child.alive):
-                return idle
-            idle.end()
-        self.check_open()
+            if busy or (unused_s < LOOK_AFTER_S and worker.child.server_runs) or line.waits:
+                return line
+            with self._changed:
+                if worker in self._workers:
+                    self._workers.remove(worker)
+                self._changed.notify_all()
+            worker.end()
+            line.close()
+
+    def _wait_for_one(self, alone: bool) -> _Worker | None:
+        """Wait until there is a worker for a thread; None: it may start one. First come, first served."""
+        turn = object()
+        self._queue.append(turn)
         try:
-            return _Worker(self._server.fork())
+            while not self._closed:
+                if self._queue[0] is turn:
+                    found = next((one for one in reversed(self._workers) if not one.using), None)
+                    if found is not None or len(self._workers) + self._starting < self.count:
+                        return found
+                    with_line = [one for one in self._workers if one.using < LINES and not alone]
+                    if with_line:
+                        return min(with_line, key=lambda one: one.free_at)
+                self._changed.wait()
+            return None
+        finally:
+            self._queue.remove(turn)
+            self._changed.notify_all()
+
+    def _start(self, free_at: float, using: int) -> _Line:
+        """Fork a worker."""
+        started: _Worker | None = None
+        try:
+            worker = _Worker(self._server.fork())
+            worker.open_lines()
+            worker.using, worker.free_at = using, free_at
+            line = worker.lines.pop()
+            started = worker
+            return line
         except ServiceLost as error:
             raise _WorkerLost(str(error)) from None
+        finally:
+            with self._changed:
+                self._starting -= 1
+                if started is not None:
+                    self._workers.append(started)
+                self._changed.notify_all()
 
 
 _PLACES, _FILLED = "=places", "=filled"
@@ -514,6 +507,7 @@ class Isolated:
         self._key = hashlib.blake2b(code, digest_size=8).hexdigest()
         self._name = name
         self._deadline = deadline
+        self._timed = deadline is not None
         self._lock = threading.Lock()
         self._hung = 0
         """Rows that exceeded the time limit since the last one that was done."""
@@ -539,7 +533,7 @@ class Isolated:
         given = None if places is None else _Places.of(places)
         runs, run_s = self._runs(num_rows(rows), RUN_ROWS[1] if given is None else given.rows_at_once)
         with self._counted() as spent:
-            done = self._pool.each(lambda run: self._run(_Given(rows, given), run[0], run[1], spent), runs, run_s)
+            done = self._pool.each(lambda run: self._run(_Given(rows, given), run[0], run[1], spent), runs, run_s, self)
         made = [part for parts, _ in done for part in parts]
         if not made:
             nothing = _Given(rows, given).cut(0, 0)  # every row was poisoned; the columns are still asked for
@@ -571,9 +565,9 @@ class Isolated:
 
     def _run(self, given: _Given, start: int, stop: int, spent: list[Spent]) -> tuple[list[RowBatch], Poisoned]:
         """Run some rows together; if that kills the worker, one by one."""
-        if stop - start != 1:
+        if stop - start != 1 or not self._timed:
             try:
-                return [self._try(given.cut(start, stop), spent)], []
+                return [self._try(given.cut(start, stop), spent, alone=self._timed)], []
             except ChildLost as death:
                 logger.warning(
                     "%s: a worker was lost with %d rows (%s); they run again one by one",
@@ -607,19 +601,19 @@ class Isolated:
     def _alone(self, row: _Given, spent: list[Spent]) -> RowBatch:
         """Run one row; it may kill one worker, but not a second one that has run nothing else."""
         try:
-            return self._try(row, spent)
+            return self._try(row, spent, alone=True)
         except ChildLost as death:
             logger.warning("%s: a worker was lost with one row (%s); it runs once more", self._name, death)
             self._count_hangs(0)  # another thread may have found out meanwhile
         return self._try(row, spent, fresh=True)
 
-    def _try(self, given: _Given, spent: list[Spent], *, fresh: bool = False) -> RowBatch:
+    def _try(self, given: _Given, spent: list[Spent], *, alone: bool = False, fresh: bool = False) -> RowBatch:
         """Run rows in one worker; workers that are lost for other reasons are replaced a few times."""
         for tries in itertools.count(1):
             try:
-                with self._pool.borrow(fresh=fresh) as worker:
-                    self._load(worker)
-                    made = worker.kept(self._apply(worker, given, spent))
+                with self._pool.borrow(num_rows(given.rows) * self._row_s, alone=alone or fresh, fresh=fresh) as line:
+                    self._load(line)
+                    made = line.kept(self._apply(line, given, spent))
                 with self._lock:
                     self._hung = 0 if num_rows(given.rows) and self._hung < HANGS else self._hung
                 return made
@@ -632,14 +626,15 @@ class Isolated:
                         + ("some, or set process=False to run it in the service itself." if self._users else "some.")
                     ) from None
                 logger.warning("%s: a worker process was lost (%s); another is started", self._name, loss)
+                alone = True  # what stood in its other line may have killed it
         raise AssertionError("unreachable")
 
-    def _load(self, worker: _Worker) -> None:
+    def _load(self, line: _Line) -> None:
         """Send the function, once to each worker."""
-        if self._key in worker.functions:
+        if self._key in line.worker.functions:
             return
         try:
-            answer, _ = worker.ask(LoadFunction(self._key), {"code": self._code}, self._pool.limits.load_function)
+            answer, _ = line.ask(LoadFunction(self._key), {"code": self._code}, self._pool.limits.load_function)
         except ChildLost as death:
             raise _WorkerLost(f"while it loaded the function: {death}") from None
         if isinstance(answer, RowsFailed):
@@ -647,15 +642,15 @@ class Isolated:
                 f"{self._name}: a worker process cannot load the function ({answer.reason}); no sample could be "
                 "made. Let it import only what the launching process finds on its path, or set process=False."
             )
-        worker.functions.add(self._key)
+        line.worker.functions.add(self._key)
 
-    def _apply(self, worker: _Worker, given: _Given, spent: list[Spent]) -> RowBatch:
+    def _apply(self, line: _Line, given: _Given, spent: list[Spent]) -> RowBatch:
         rows, places = given
         try:
             if places is None:
-                answer, made = worker.ask(RunFunction(self._key), rows, self._deadline)
+                answer, made = line.ask(RunFunction(self._key), rows, self._deadline)
             else:
-                answer, made = worker.ask(*places.question(self._key, rows), self._deadline, places.descriptors)
+                answer, made = line.ask(*places.question(self._key, rows), self._deadline, places.descriptors)
         except ChildLost:
             self._pool.check_open()  # then it was the closing pool that killed it
             raise
@@ -716,48 +711,78 @@ def _run_into_places(function: Any, head: RunFunction, rows: RowBatch, fds: Sequ
 
 
 def serve(connection: socket.socket) -> None:
-    """Load functions and run them over rows, until the other side closes the connection."""
+    """Load functions and run them over rows, until the other side closes a connection."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other cores have workers of their own
     functions: dict[str, Any] = {}
-    memory: RowMemory | None = None
+    lines = {connection.fileno(): _ServedLine(connection, functions)}
+    asked = select.poll()
+    asked.register(connection, select.POLLIN)
     while True:
-        try:
-            message, fds = receive_message(connection)
-        except ServiceLost:
-            return
+        for fd, _ in asked.poll():
+            try:
+                further = lines[fd].serve()
+            except ServiceLost:
+                return
+            if further is not None:
+                lines[further.fileno()] = _ServedLine(further, functions)
+                asked.register(further, select.POLLIN)
+
+
+class _ServedLine:
+    """A line, in the worker."""
+
+    def __init__(self, connection: socket.socket, functions: dict[str, Any]) -> None:
+        self._connection = connection
+        self._functions = functions
+        self._memory: RowMemory | None = None
+
+    def serve(self) -> socket.socket | None:
+        """Answer the next message; return a further line, if it brings one.
+
+        Raises:
+            ServiceLost: when the other side is gone.
+        """
+        message, fds = receive_message(self._connection)
+        if isinstance(message, ServeCaller):
+            os.set_inheritable(fds[0], False)
+            return socket.socket(fileno=fds[0])
         if isinstance(message, MapMemory):
             asked, answered, heap = fds
-            memory = RowMemory(
+            self._memory = RowMemory(
                 _mapped(asked, message.asked_bytes),
                 _mapped(answered, message.answer_bytes),
                 read_only_view(heap, message.heap_bytes),
             )
-            continue
-        assert memory is not None, "it is told of its memory first"
-        clock = WorkClock()
-        head, rows = memory.question_of(message) if isinstance(message, SharedRows) else rows_from(message)
+            return None
+        assert self._memory is not None, "it is told of its memory first"
         try:
-            made: RowBatch = {}
-            if isinstance(head, LoadFunction):
-                # Code from the launching process, on its way to one of its own roles.
-                functions[head.key] = function = cloudpickle.loads(np.asarray(rows["code"]).tobytes())
-                if getattr(function, "only_reads", False):  # one of overlord's own, made from a source
-                    with contextlib.suppress(Exception):  # the first rows raise it again, and their caller is told
-                        function.prepare()
-            elif isinstance(head, RunFunction):
-                function = functions[head.key]
-                if not getattr(function, "only_reads", False):
-                    rows = copied_rows(rows)  # a user's function may keep or change them; the memory is used again
-                made = _run_into_places(function, head, rows, fds) if _PLACES in rows else function(rows)
-            spent = clock.spent()
-            send_message(connection, memory.answer(RowsMade(cpu_s=spent.cpu_s, waited_s=spent.waited_s), made))
-        except ServiceLost:
-            return
+            answer, made = self._run(message, fds)
+            told = self._memory.answer(answer, made)
         except Exception as error:  # whatever the user's code raises is an answer
             reason = f"{type(error).__name__}: {error}"
             if isinstance(error, OverlordError):
                 reason = str(error)
             else:
                 sys.stderr.write(traceback.format_exc())  # in one piece: other workers write to the same log
-            send_message(connection, memory.answer(RowsFailed(type(error).__name__, reason), {}))
-        rows, made = {}, {}  # they would stay until the next question
+            told = self._memory.answer(RowsFailed(type(error).__name__, reason), {})
+        send_message(self._connection, told)
+        return None
+
+    def _run(self, message: Any, fds: Sequence[int]) -> tuple[RowsMade, RowBatch]:
+        assert self._memory is not None
+        clock = WorkClock()
+        head, rows = self._memory.question_of(message) if isinstance(message, SharedRows) else rows_from(message)
+        made: RowBatch = {}
+        if isinstance(head, LoadFunction):
+            # Code from the launching process, on its way to one of its own roles.
+            self._functions[head.key] = function = cloudpickle.loads(np.asarray(rows["code"]).tobytes())
+            if getattr(function, "only_reads", False):  # one of overlord's own, made from a source
+                with contextlib.suppress(Exception):  # the first rows raise it again, and their caller is told
+                    function.prepare()
+        elif isinstance(head, RunFunction):
+            function = self._functions[head.key]
+            if not getattr(function, "only_reads", False):
+                rows = copied_rows(rows)  # a user's function may keep or change them; the memory is used again
+            made = _run_into_places(function, head, rows, fds) if _PLACES in rows else function(rows)
+        spent = clock.spent()
+        return RowsMade(cpu_s=spent.cpu_s, waited_s=spent.waited_s), made

@@ -164,7 +164,8 @@ HEAP_BYTES = 4 << 30
 HEAP_LEAST = 64 << 10
 """Smaller arrays are not worth a place in the heap."""
 HEAP_IDLE = 16 << 20
-"""So much freed memory is kept for reuse, and half as much as is in use."""
+"""So much freed memory is kept for reuse, and as much as is in use: with half of that, a feed of images gives pages
+back and takes fresh ones all the time, for 6 % of what its service spends."""
 
 
 class SharedHeap:
@@ -222,7 +223,7 @@ class SharedHeap:
             self._used -= end - begin
             self._idle_bytes += end - begin
             _give(self._idle, begin, end)
-        self._give_back(self._used // 2 + HEAP_IDLE)
+        self._give_back(self._used + HEAP_IDLE)
 
     def _give_back(self, most: int) -> None:
         """Return the pages of free ranges to the system until at most so many bytes are left."""
