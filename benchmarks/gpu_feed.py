@@ -4,7 +4,8 @@ The pictures and the job are those of `benchmarks.feed`. First as many bare proc
 then a transformer over their patches gets as many layers as let it take 80 % of that rate, forward and backward. It is
 fed by a `local` service twice: through `DataLoader`, which copies the next microbatch out of pinned memory
 while the last one is computed, and by hand, with a plain copy of each microbatch before it is used. The GPU waits from
-the end of one microbatch's kernels to the beginning of the next one's, by its own clock.
+the end of one microbatch's kernels to the beginning of the next one's, by its own clock. As in `benchmarks.feed`, a
+round begins when the service is warm; what the GPU waits in those first seconds is told too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 
 import overlord as ol
-from benchmarks.feed import bare_processes, image_job, write_images
+from benchmarks.feed import WARM_UP_S, bare_processes, image_job, write_images
 from benchmarks.measuring import arguments, publish
 from overlord.integrations.torch_loader import DataLoader
 from overlord.runtimes.supervision.child import usable_cpus
@@ -95,29 +96,34 @@ def copied_when_used(job: ol.Job, **options: Any) -> Iterator[torch.Tensor]:
                 yield torch.from_numpy(batch["pixel_values"].copy()).to(DEVICE)
 
 
-def waiting(model: Model, batches: Iterator[torch.Tensor], seconds: float) -> tuple[float, float]:
-    """Train for a while; return the share of the time in which the GPU waited, and samples/s."""
+def waiting(model: Model, batches: Iterator[torch.Tensor], seconds: float) -> dict[str, float]:
+    """Train for a while; return the shares of the time in which the GPU waited, the longest wait, and samples/s."""
     marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-    samples, began = 0, 0.0
-    for number, pixels in enumerate(batches):
-        if number == 8:  # the service is warm
-            torch.cuda.synchronize()
-            began = time.perf_counter()
+    sizes: list[int] = []
+    cold, began = 0, 0.0
+    for pixels in batches:
+        began = began or time.perf_counter()
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
         train(model, pixels)
         last.record()
-        if began:
-            marks.append((first, last))
-            samples += len(pixels) // PATCHES
-            if len(marks) > 2:
-                marks[-3][1].synchronize()  # a trainer does not run further ahead: its optimizer step waits
-        if began and time.perf_counter() - began > seconds:
+        marks.append((first, last))
+        sizes.append(len(pixels) // PATCHES)
+        if len(marks) > 2:
+            marks[-3][1].synchronize()  # a trainer does not run further ahead: its optimizer step waits
+        past = time.perf_counter() - began
+        cold = len(marks) if past < WARM_UP_S else cold
+        if past > WARM_UP_S + seconds:
             break
     torch.cuda.synchronize()
-    whole = marks[0][0].elapsed_time(marks[-1][1])
-    waited = sum(max(0.0, one[1].elapsed_time(two[0])) for one, two in itertools.pairwise(marks))
-    return waited / whole, samples / (whole / 1000)
+    waits = [max(0.0, one[1].elapsed_time(two[0])) for one, two in itertools.pairwise(marks)]
+    whole = marks[cold][0].elapsed_time(marks[-1][1])
+    return {
+        "waits": sum(waits[cold:]) / whole,
+        "longest_ms": max(waits[cold:]),
+        "waits_at_first": sum(waits[:cold]) / marks[0][0].elapsed_time(marks[cold][0]),
+        "samples_per_s": sum(sizes[cold:]) / (whole / 1000),
+    }
 
 
 def main() -> None:
@@ -136,8 +142,8 @@ def main() -> None:
         pixels = next(first := copied_ahead(job, **given))
         first.close()
         model, takes = sized_model(SHARE * bare, pixels.shape[-1], len(pixels) // PATCHES)
-        ahead, rate = waiting(model, copied_ahead(job, **given), options.seconds)
-        by_hand, hand_rate = waiting(model, copied_when_used(job, **given), options.seconds)
+        ahead = waiting(model, copied_ahead(job, **given), options.seconds)
+        by_hand = waiting(model, copied_when_used(job, **given), options.seconds)
     finally:
         shutil.rmtree(folder)
     publish(
@@ -148,10 +154,12 @@ def main() -> None:
             "bare_samples_per_s": bare,
             "model_takes_samples_per_s": takes,
             "layers": len(model.layers),
-            "gpu_waits": ahead,
-            "samples_per_s": rate,
-            "gpu_waits_without_copy_ahead": by_hand,
-            "samples_per_s_without_copy_ahead": hand_rate,
+            "gpu_waits": ahead["waits"],
+            "longest_wait_ms": ahead["longest_ms"],
+            "gpu_waits_in_the_first_seconds": ahead["waits_at_first"],
+            "samples_per_s": ahead["samples_per_s"],
+            "gpu_waits_without_copy_ahead": by_hand["waits"],
+            "samples_per_s_without_copy_ahead": by_hand["samples_per_s"],
             "bar": 0.01,
         },
         options.json,

@@ -328,30 +328,31 @@ def test_the_next_run_stands_in_line_and_one_runs_at_a_time(tmp_path):
     """A function without a time limit: its next run is sent while another one runs, to the same process."""
 
     def note(rows):
-        with (tmp_path / f"{rows['n'][0]}").open("w") as file:
+        number = int(rows["n"][0])
+        with (tmp_path / f"{number}").open("w") as file:
             file.write(f"{os.getpid()} {time.monotonic()} ")
-            time.sleep(0.2)
+            while not (tmp_path / f"go {number // 2}").exists():
+                time.sleep(0.005)
             file.write(f"{time.monotonic()}")
         return {"n": np.asarray(rows["n"])}
 
+    def both(function, numbers, waits):
+        calls = [threads.submit(function, {"n": np.array([number])}) for number in numbers]
+        until = time.monotonic() + 20
+        while not waits() and time.monotonic() < until:
+            time.sleep(0.005)
+        assert waits()
+        (tmp_path / f"go {numbers[0] // 2}").touch()
+        assert [call.result()[0]["n"].tolist() for call in calls] == [[number] for number in numbers]
+
     with ProcessWorkers(1) as one, ThreadPoolExecutor(2) as threads:
-        run = one.isolate(note, name="note", deadline=None)
-        run({"n": np.array([9])})
-        calls = [threads.submit(run, {"n": np.array([number])}) for number in range(2)]
-        until = time.monotonic() + 5
-        while one._workers[0].using < 2 and time.monotonic() < until:
-            time.sleep(0.005)
-        assert one._workers[0].using == 2
-        assert [call.result()[0]["n"].tolist() for call in calls] == [[0], [1]]
-        timed = one.isolate(note, name="timed", deadline=20.0)
-        calls = [threads.submit(timed, {"n": np.array([number])}) for number in (3, 4)]
-        until = time.monotonic() + 5
-        while not (tmp_path / "3").exists() and not (tmp_path / "4").exists() and time.monotonic() < until:
-            time.sleep(0.005)
-        assert len(one._queue) == 1, "what has a time limit waits until the worker is free"
-        assert sorted(call.result()[0]["n"].tolist() for call in calls) == [[3], [4]]
-    noted = sorted((file.read_text().split() for file in tmp_path.iterdir()), key=lambda one: float(one[1]))
-    assert len({pid for pid, _, _ in noted}) == 1
+        both(one.isolate(note, name="note", deadline=None), [0, 1], lambda: one._workers and one._workers[0].using == 2)
+        timed = one.isolate(note, name="timed", deadline=60.0)
+        both(timed, [2, 3], lambda: one._workers[0].using == 2 and len(one._queue) == 1)
+        assert len(one._workers) == 1
+    files = [file for file in tmp_path.iterdir() if file.stat().st_size]
+    noted = sorted((file.read_text().split() for file in files), key=lambda one: float(one[1]))
+    assert len(noted) == 4 and len({pid for pid, _, _ in noted}) == 1
     assert all(float(end) <= float(begin) for (_, _, end), (_, begin, _) in itertools.pairwise(noted))
 
 

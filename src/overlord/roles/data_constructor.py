@@ -53,6 +53,11 @@ class DataConstructor:
         self._packing = packing
         self._places = functools.lru_cache(KEPT_MESHES)(_Places)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether a source has media that are decoded here."""
+        return any(decoder is not None for decoder in self._packing.opening.decoders)
+
     def add_source(self, decoder: MediaDecoder | None) -> None:
         """Add the decoder of a new source, before any plan draws from it."""
         self._packing.opening.decoders.append(decoder)

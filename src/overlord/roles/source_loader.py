@@ -977,10 +977,10 @@ def _between(faults: list[Fault], begin: int, end: int) -> list[Fault]:
     return [(row - begin, reason) for row, reason in faults if begin <= row < end]
 
 
-def rows_at_once(group: Group, wanted: int) -> int:
-    """Return how many rows to read and measure at once if `wanted` are needed."""
+def rows_at_once(group: Group, wanted: int, most_bytes: int = 0) -> int:
+    """Return how many rows to read and measure at once if `wanted` are needed; of large rows at most so many bytes."""
     row_bytes = max(group.row_bytes, 1.0)
-    most = max(1, min(CHUNK_ROWS, int(CHUNK_BYTES / row_bytes)))
+    most = max(1, min(CHUNK_ROWS, int(max(most_bytes, CHUNK_BYTES) / row_bytes)))
     return min(most, max(wanted, min(AHEAD_ROWS, int(AHEAD_BYTES / row_bytes))))
 
 

@@ -338,6 +338,9 @@ which are not much more than a stretch."""
 MANY_ROWS = 128
 POOL_BYTES = 32 << 20, 6 << 20
 """What a source may hold ahead if a pool measures its rows: in all at least, and for each worker of the pool."""
+POOL_CHUNK_BYTES, MOST_CHUNK_BYTES = 768 << 10, 16 << 20
+"""Bytes of a stretch for each worker of a pool, and in all: a stretch costs the service's interpreter about the same.
+With 16 workers and 12 MB instead of 4, an image of 135 KB costs it 0.21 ms instead of 0.28."""
 FEW_ROWS = 32
 """So many rows tell what a row costs."""
 
@@ -601,7 +604,7 @@ class PrefetchPool:
     def _work(self) -> None:
         """Do one stretch, or look for the next group; then give way to the workers of other sources."""
         with self._changed:
-            tasks = self._next() if self._running <= self._at_once and self._may_take() else []
+            tasks = self._next() if self._running <= self._at_once else []
             scouts = not tasks and self._running <= self._at_once and self._may_scout()
             self._scouting |= scouts
             self._calling = False
@@ -712,7 +715,9 @@ class PrefetchPool:
             return False
         pooled = max(POOL_BYTES[0], POOL_BYTES[1] * self._pool) if self._pool else 0
         room = self.loader.ahead_bytes(self._position) < max(pooled, WORKER_BYTES * max(self._wanted, 1))
-        return room and (self._may_take() or self._may_scout())
+        if self._pool and self._reads >= max(self._wanted, POOL_READS):
+            return False
+        return room and (self._next_place() is not None or self._may_scout())
 
     def _may_take(self) -> bool:
         """Whether a stretch may be read now."""
@@ -780,7 +785,7 @@ class PrefetchPool:
 
     def _rows_at_once(self, group: Group, wanted: int) -> int:
         """Return how many rows make a stretch, if so many are wanted."""
-        rows = rows_at_once(group, wanted)
+        rows = rows_at_once(group, wanted, min(POOL_CHUNK_BYTES * self._pool, MOST_CHUNK_BYTES))
         if self._executor is not None and self.prepared >= FEW_ROWS:
             rows = min(rows, int(STRETCH_S / self._row_s()))
         elif self._executor is not None:

@@ -724,8 +724,13 @@ def serve(connection: socket.socket) -> None:
             except ServiceLost:
                 return
             if further is not None:
+                _further.append(further)
                 lines[further.fileno()] = _ServedLine(further, functions)
                 asked.register(further, select.POLLIN)
+
+
+_further: list[socket.socket] = []
+"""Further lines, open until the process ends: one that closed before would have it killed, and its exit code lost."""
 
 
 class _ServedLine:
