@@ -978,7 +978,7 @@ def _between(faults: list[Fault], begin: int, end: int) -> list[Fault]:
 
 
 def rows_at_once(group: Group, wanted: int, most_bytes: int = 0) -> int:
-    """Return how many rows to read and measure at once if `wanted` are needed; of large rows at most so many bytes."""
+    """Return how many rows to read and measure at once if `wanted` are needed, of CHUNK_BYTES or `most_bytes`."""
     row_bytes = max(group.row_bytes, 1.0)
     most = max(1, min(CHUNK_ROWS, int(max(most_bytes, CHUNK_BYTES) / row_bytes)))
     return min(most, max(wanted, min(AHEAD_ROWS, int(AHEAD_BYTES / row_bytes))))

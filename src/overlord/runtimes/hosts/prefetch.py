@@ -333,9 +333,9 @@ for rows that stand behind images that are being decoded. Profiled with 16 worke
 POOL_READS = 2
 """Of those, stretches that are read at once: one read with 16 workers waits 6 of its 8 ms for the interpreter lock."""
 POOL_REQUESTS_AHEAD = 4, 8
-"""The same for a pool: of small requests, as many sources have them, and of those with at least so many rows as follow,
-which are not much more than a stretch."""
+"""The same for a pool: of requests with few rows, and with many."""
 MANY_ROWS = 128
+"""A request of so many rows is a good part of a stretch: with four of them ahead, workers wait for the next."""
 POOL_BYTES = 32 << 20, 6 << 20
 """What a source may hold ahead if a pool measures its rows: in all at least, and for each worker of the pool."""
 POOL_CHUNK_BYTES, MOST_CHUNK_BYTES = 768 << 10, 16 << 20
@@ -718,11 +718,6 @@ class PrefetchPool:
         if self._pool and self._reads >= max(self._wanted, POOL_READS):
             return False
         return room and (self._next_place() is not None or self._may_scout())
-
-    def _may_take(self) -> bool:
-        """Whether a stretch may be read now."""
-        busy = self._pool > 0 and self._reads >= max(self._wanted, POOL_READS)
-        return not busy and self._next_place() is not None
 
     def _most_ahead(self) -> int:
         """Return how many rows may be prepared ahead."""
