@@ -5,13 +5,16 @@
     raw text      texts of 3,000 characters, tokenized by a byte-level BPE of 32,000 tokens. The bare processes call the
                   same tokenizer over texts in memory, many at a time.
 
-Rounds alternate, so that noise of the machine falls on both sides; a figure is the ratio of the medians. N goes up to
-the cores that there are. PSS is that of the service with all its processes.
+Rounds alternate, so that noise of the machine falls on both sides; a figure is the ratio of the means. Virtual cores
+may share a real one, two by two, without saying so: two processes then make 1.5 or 1.0 million tokens a second, by
+where they happen to run, and a median of such rounds is either the one or the other. The ratio of the medians is told
+beside it. N goes up to the cores that there are. PSS is that of the service with all its processes.
 
-With more than two workers they are processes, and what the service process itself spends is measured too: seconds of a
-processor for each sample or token, over all its threads. Its interpreter runs one thread at a time, so one service can
-hand over no more than one second's worth of that in a second, however many workers it has. On fewer cores the figure
-is measured with four workers: it counts processor time, and hardly depends on how many of them run at once.
+Workers are processes, but for two threads that decode images on two cores. Where they are, what the service process
+itself spends is measured too: seconds of a processor for each sample or token, over all its threads. Its interpreter
+runs one thread at a time, so one service can hand over no more than one second's worth of that in a second, however
+many workers it has. On fewer cores the figure is measured with four workers: it counts processor time, and hardly
+depends on how many of them run at once.
 """
 
 from __future__ import annotations
@@ -230,11 +233,30 @@ def cpu_s(processes: list[psutil.Process]) -> float:
 
 
 def service_cost(kind: str, rounds: list[Served]) -> dict[str, float]:
-    """Return what the service process spends for a unit, and how many units a second that allows."""
+    """Return what the service process and its workers spend for a unit, and how many units a second that allows."""
     spent = float(np.median([one.service_s for one in rounds]))
-    unit = {"service_ms_per_sample": 1e3 * spent} if kind == "image" else {"service_ns_per_token": 1e9 * spent}
-    share = float(np.median([one.service_s / one.workers_s for one in rounds]))
-    return {**unit, "service_limit_per_s": 1 / spent, "service_over_workers": share}
+    workers = float(np.median([one.workers_s for one in rounds]))
+    if workers < spent:  # the service's own threads do the work
+        return {}
+    scale, unit = (1e3, "ms_per_sample") if kind == "image" else (1e9, "ns_per_token")
+    told = {f"service_{unit}": scale * spent, f"workers_{unit}": scale * workers}
+    return {**told, "service_limit_per_s": 1 / spent, "service_over_workers": spent / workers}
+
+
+def compare(kind: str, folder: Path, workers: int, seconds: float, rounds: int) -> dict[str, Any]:
+    """Measure bare processes and a service by turns; return the figures of one number of workers."""
+    bare, ours = [], []
+    for _ in range(rounds):
+        bare.append(bare_processes(kind, folder, workers, seconds))
+        ours.append(served(kind, folder, workers, seconds))
+    rates = [one.per_s for one in ours]
+    return {
+        "kind": kind, "workers": workers, "bare_per_s": float(np.mean(bare)), "overlord_per_s": float(np.mean(rates)),
+        "ratio": float(np.mean(rates) / np.mean(bare)),
+        "ratio_of_medians": float(np.median(rates) / np.median(bare)),
+        "pss_mb": float(np.median([one.pss_mb for one in ours])), "bare_rounds": bare, "overlord_rounds": rates,
+        **service_cost(kind, ours),
+    }  # fmt: skip
 
 
 def plot(rows: list[dict[str, Any]]) -> str:
@@ -263,29 +285,19 @@ def main() -> None:
     counts = options.workers or [count for count in WORKERS if count <= max(usable_cpus(), 2)]
     rows: list[dict[str, Any]] = []
     costs: dict[str, dict[str, float]] = {}
-    for kind, write in (("image", lambda folder: write_images(folder, 2048)), ("text", write_texts)):
+    for kind in ("image", "text"):
         folder = Path(tempfile.mkdtemp(prefix="overlord-feed-"))
         try:
-            write(folder)
+            write_images(folder, 2048) if kind == "image" else write_texts(folder)
             for count in counts:
-                bare, ours = [], []
-                for _ in range(options.rounds):
-                    bare.append(bare_processes(kind, folder, count, options.seconds))
-                    ours.append(served(kind, folder, count, options.seconds))
-                rates = [one.per_s for one in ours]
-                row = {
-                    "kind": kind, "workers": count, "bare_per_s": float(np.median(bare)),
-                    "overlord_per_s": float(np.median(rates)), "ratio": float(np.median(rates) / np.median(bare)),
-                    "pss_mb": float(np.median([one.pss_mb for one in ours])), "bare_rounds": bare,
-                    "overlord_rounds": rates, **(service_cost(kind, ours) if count > 2 else {}),
-                }  # fmt: skip
+                row = compare(kind, folder, count, options.seconds, options.rounds)
                 rows.append(row)
                 if not options.json:
-                    print({k: v for k, v in row.items() if not k.endswith("rounds")}, flush=True)
-            pooled = (
-                [served(kind, folder, POOLED, options.seconds) for _ in range(options.rounds)] if counts[-1] < 3 else []
-            )
-            costs[kind] = service_cost(kind, pooled) if pooled else {k: row[k] for k in row if k.startswith("service")}
+                    print(row, flush=True)
+            costs[kind] = {name: value for name, value in rows[-1].items() if name.startswith(("service", "workers_"))}
+            if counts[-1] < POOLED:
+                more = [served(kind, folder, POOLED, options.seconds) for _ in range(options.rounds)]
+                costs[kind] = service_cost(kind, more)
             if not options.json:
                 print({"kind": kind, **costs[kind]}, flush=True)
         finally:

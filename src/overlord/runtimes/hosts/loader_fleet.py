@@ -287,8 +287,9 @@ def make_pool(
         unparsed = opened.unparsed()  # workers parse what they measure: the service's interpreter limits a feed
         if unparsed is not None:
             opened, transform = unparsed[0], transform.parsing(unparsed[1])
-    by_pool |= isinstance(source.sample, Custom) and source.sample.process and prepared.isolate is not None
-    pool = options.threads if by_pool and options.pooled else 0
+    if isinstance(source.sample, Custom) and options.pooled:
+        by_pool = source.sample.process and prepared.isolate is not None
+    pool = options.threads if by_pool else 0
     several = count > 1 or source.name in options.workers or options.scaling is not None
     helpers = SourceWorkers(executors.prefetch) if several else None
     hook = prepared.hooks.get("loader_do_plan")

@@ -332,10 +332,9 @@ it has workers. With one at a time they would stand idle while the next one is r
 for rows that stand behind images that are being decoded. Profiled with 16 workers: 0.7 and 0.9 of their work."""
 POOL_READS = 2
 """Of those, stretches that are read at once: one read with 16 workers waits 6 of its 8 ms for the interpreter lock."""
-POOL_REQUESTS_AHEAD = 4, 8
-"""The same for a pool: of requests with few rows, and with many."""
-MANY_ROWS = 128
-"""A request of so many rows is a good part of a stretch: with four of them ahead, workers wait for the next."""
+POOL_REQUESTS_AHEAD = 8
+"""The same for a pool: with four, workers wait for the next stretch while the last request is planned. Two workers on
+two cores make 0.91 of their work instead of 0.85 with texts, and 0.86 instead of 0.83 with images."""
 POOL_BYTES = 32 << 20, 6 << 20
 """What a source may hold ahead if a pool measures its rows: in all at least, and for each worker of the pool."""
 POOL_CHUNK_BYTES, MOST_CHUNK_BYTES = 768 << 10, 16 << 20
@@ -723,8 +722,7 @@ class PrefetchPool:
         """Return how many rows may be prepared ahead."""
         if self._pool and self._wanted == 1:
             row_bytes = max(self._reach[0].group.row_bytes, 1.0) if self._reach else 1.0
-            requests = POOL_REQUESTS_AHEAD[self._pace.rows >= MANY_ROWS]
-            return max(requests * self._pace.rows, 1, min(FEW_ROWS, int(AHEAD_BYTES / row_bytes)))
+            return max(POOL_REQUESTS_AHEAD * self._pace.rows, 1, min(FEW_ROWS, int(AHEAD_BYTES / row_bytes)))
         least = self._wanted * _least_ahead(self._row_s() if self.prepared >= FEW_ROWS else 0.0)
         return max(REQUESTS_AHEAD * self._pace.rows, least)
 

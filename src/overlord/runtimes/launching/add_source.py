@@ -163,9 +163,10 @@ def with_source(prepared: Prepared, source: Source) -> Prepared:
             "reconcile='allow_add'."
         )
     warm_job(more, prepared.options.layout)
+    added = more.sources[-1]
     transforms = [
         *prepared.transforms,
-        transform_of(more.sources[-1], tokenizer, prepared.isolate, pooled=prepared.options.pooled),
+        transform_of(added, tokenizer, prepared.isolate, pooled=prepared.options.pools(added)),
     ]
     return dataclasses.replace(prepared, job=more, transforms=transforms)
 

@@ -429,13 +429,13 @@ def prepare(
         job = inline_templates(job, tokenizer)
         reserve_placeholders(job, tokenizer)
     check_launch(job, options)
-    transforms = [transform_of(source, tokenizer, isolate, pooled=options.pooled) for source in job.sources]
+    transforms = [transform_of(source, tokenizer, isolate, pooled=options.pools(source)) for source in job.sources]
     digest = tokenizer.digest if tokenizer else ""
     warm_job(job, options.layout)  # no step may wait for a compiler; a wrong job need not either
     given = {kind: getattr(options, kind) for kind in HOOK_KINDS}
     hooks = {kind: RunningHook(hook, kind, job.seed) for kind, hook in given.items() if hook is not None}
     cache = IndexCache(Path(options.cache) / "index", options.budget_bytes // GROUPS_OF_BUDGET)
-    if isolate is not None and options.pooled:
+    if isolate is not None and any(options.pools(source) for source in job.sources):
         cache.memory = shared_heap()
     return Prepared(
         job, options, digest, transforms, cache, isolate, isolate_reader,

@@ -21,7 +21,7 @@ from overlord.errors import SpecError
 from overlord.job.hook_specs import Hook
 from overlord.job.layout_specs import DEFAULT_HEARTBEAT_S, Layout, OnSourceFailure, Placement
 from overlord.job.reconcile import Reconcile
-from overlord.job.specs import Job, Source
+from overlord.job.specs import Job, Source, Text
 from overlord.launch_spec import LaunchOptions
 from overlord.planning.checking import Strategy
 from overlord.roles.assignment import shadowed
@@ -117,6 +117,15 @@ class ServiceOptions:
         process; with more cores the service itself has one beside them.
         """
         return self.threads > (1 if usable_cpus() > 2 else 2)
+
+    def pools(self, source: Source) -> bool:
+        """Whether the rows of a source are measured in process workers.
+
+        Texts are, also on two cores: a tokenizer spends a third of its time in malloc, where its threads wait for each
+        other.
+        """
+        tokenizes = isinstance(source.sample, Text) and not source.sample.tokenized
+        return self.pooled or (self.threads > 1 and tokenizes)
 
 
 # --------------------------------------------------------------------------------------------------------------

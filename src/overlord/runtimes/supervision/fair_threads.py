@@ -69,6 +69,8 @@ class FairThreads:
 
     def map(self, function: Callable[[Any], T], items: Sequence[Any], item_s: float, owner: object = None) -> list[T]:
         """Apply the function to every item; results in order. The first error ends the call."""
+        if not items:
+            return []
         call = _Call(function, items, item_s, [None] * len(items))
         owner = call.done if owner is None else owner
         with self._changed:
