@@ -276,7 +276,7 @@ def plot(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--seconds", type=float, default=4.0, help="length of a round")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--workers", type=int, nargs="+", help="numbers of workers (default: 2, 4, 8, 16, as cores allow)"
     )

@@ -362,9 +362,9 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
             they do not).
         profile: What sources cost, as `overlord profile` measured it; kept up to date by the service (default: the one
             beside the job file, where `loaders_per_source` or `scaling` needs one).
-        threads: Cores for reading, tokenizing and decoding: up to two are threads of the service, more are processes
-            (default: the cores that this process may use, less one for each rank, but at least half of them; of each
-            loader host of a cluster: 2).
+        threads: Cores for reading, tokenizing and decoding: processes; with 1, and for images with 2 on a host of two
+            cores, threads of the service (default: the cores that this process may use, less one for each rank, but
+            at least half of them; of each loader host of a cluster: 2).
         address: The Ray cluster to attach to, such as "auto" or "10.0.0.1:6379" (default: one is started here).
         ranks_per_host: Trainer processes of one host of the cluster, as torchrun's --nproc-per-node (default: what the
             hosts' accelerators say, else all on this host).

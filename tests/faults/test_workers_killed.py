@@ -25,11 +25,14 @@ def workers_of(service: ol.Service) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-def test_workers_killed_at_random_change_nothing(mixed_job, cache, seed):
+@pytest.mark.parametrize(
+    "seed, threads",
+    [(0, 4), (1, 2), pytest.param(2, 4, marks=pytest.mark.slow), pytest.param(3, 4, marks=pytest.mark.slow)],
+)
+def test_workers_killed_at_random_change_nothing(mixed_job, cache, seed, threads):
     expected = stream_digests(mixed_job, steps=STEPS, cache=cache)
     rng, over, killed = random.Random(seed), threading.Event(), []
-    with ol.launch(mixed_job, cache=cache, threads=4) as service:
+    with ol.launch(mixed_job, cache=cache, threads=threads) as service:
 
         def kill() -> None:
             # Far enough apart that no row meets two of them: it would be given up, as one that kills its workers.

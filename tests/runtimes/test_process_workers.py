@@ -174,6 +174,7 @@ def test_the_first_error_ends_a_call_and_no_other(pool):
         pool.each(fail, range(100), 0.0)
     assert len(ran) < 10
     assert pool.each(lambda number: number, range(3), 0.0) == [0, 1, 2]
+    assert pool.each(lambda number: number, range(0), 0.0) == []
 
 
 @pytest.mark.parametrize(

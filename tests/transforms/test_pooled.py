@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -21,6 +22,8 @@ from overlord.core.ragged import BAD_COLUMN, NOT_PARSED, Ragged, RowBatch, num_r
 from overlord.core.samples import BAD
 from overlord.readers.jsonl import ParseLines
 from overlord.runtimes.hosts.prefetch import SerialWorkers
+from overlord.runtimes.hosts.role_host import RoleEnvironment
+from overlord.runtimes.launching import service_options
 from overlord.runtimes.supervision.process_workers import ProcessWorkers
 from overlord.runtimes.transport.shared_memory import Segment
 from overlord.transforms.samples import pooled
@@ -61,6 +64,27 @@ def both(source: ol.Source, tokenizer: TextTokenizer, isolate) -> tuple[SampleTr
     """Return the transform of a source, and the same one in the pool."""
     here = make_transform(source, tokenizer)
     return here, pooled_transform(source, here, TokenizerFile(tokenizer.path, tokenizer.reserved), isolate)
+
+
+@pytest.mark.parametrize(
+    "cpus, threads, of_texts, of_images",
+    [(2, 1, False, False), (2, 2, True, False), (2, 3, True, True), (16, 1, False, False), (16, 2, True, True)],
+)
+def test_texts_are_tokenized_in_processes_on_two_cores_too(monkeypatch, cpus, threads, of_texts, of_images):
+    monkeypatch.setattr(service_options, "usable_cpus", lambda: cpus)
+    options = service_options.ServiceOptions(mesh=ol.ClientPlaceTree(), cache="", threads=threads)
+    assert (options.pools(TEXTS), options.pools(IMAGES)) == (of_texts, of_images)
+    assert options.pools(source_of(ol.Text("ids", tokenized=True))) == of_images  # ids are only copied
+
+
+def test_a_tokenizer_in_the_service_has_as_many_threads_as_it_may(monkeypatch):
+    monkeypatch.setenv("RAYON_NUM_THREADS", "5")
+    with contextlib.ExitStack() as ends:
+        RoleEnvironment().executors(3, 1, ends)
+        assert os.environ["RAYON_NUM_THREADS"] == "5"  # as the user says
+        monkeypatch.delenv("RAYON_NUM_THREADS")
+        RoleEnvironment().executors(3, 1, ends)
+        assert os.environ["RAYON_NUM_THREADS"] == "3"
 
 
 def jpeg(seed: int) -> bytes:
