@@ -52,9 +52,16 @@ def train_slowly(client: ol.Client, step: Any) -> None:
 
 
 def hit(service: ol.Service, how: signal.Signals) -> None:
-    os.kill(service._runtime.pid, how)
-    while how is signal.SIGSTOP and psutil.Process(service._runtime.pid).status() != psutil.STATUS_STOPPED:
-        time.sleep(0.001)  # the signal is on its way, and it may answer until then
+    """Send a signal to the service process; to the next one, where it has ended and the next is not started yet."""
+    while True:
+        pid = service._runtime.pid
+        try:
+            os.kill(pid, how)
+            while how is signal.SIGSTOP and psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+                time.sleep(0.001)  # the signal is on its way, and it may answer until then
+            return
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            time.sleep(0.001)
 
 
 def all_ranks(service: ol.Service, ranks: int, steps: int, each: Any = train_slowly) -> list[Any]:

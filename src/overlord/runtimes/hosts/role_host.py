@@ -52,7 +52,7 @@ class RoleEnvironment:
 
     def executors(self, threads: int, worker_threads: int, ends: contextlib.ExitStack) -> Executors:
         """Return the executors of a loader host; they end with the role."""
-        os.environ.setdefault("RAYON_NUM_THREADS", str(threads))  # a tokenizer has one for each core of the host else
+        os.environ.setdefault("RAYON_NUM_THREADS", str(threads))  # a tokenizer would have one for each core
         executors = Executors.of_threads(threads, worker_threads)
         ends.callback(executors.close)
         return executors
