@@ -282,14 +282,12 @@ def make_pool(
     lengths = known_lengths(source, opened, sidecars, prepared.tokenizer_digest) if opened.files else None
     count = options.workers.get(source.name, options.loaders_per_source)
     transform = prepared.transforms[number]
-    by_pool = isinstance(transform, PooledTransform)
     if isinstance(transform, PooledTransform) and opened.files and lengths is None:
         unparsed = opened.unparsed()  # workers parse what they measure: the service's interpreter limits a feed
         if unparsed is not None:
             opened, transform = unparsed[0], transform.parsing(unparsed[1])
-    if isinstance(source.sample, Custom) and options.pooled:
-        by_pool = source.sample.process and prepared.isolate is not None
-    pool = options.threads if by_pool else 0
+    isolated = isinstance(source.sample, Custom) and source.sample.process and prepared.isolate is not None
+    pool = options.threads if isinstance(transform, PooledTransform) or (isolated and options.pooled) else 0
     several = count > 1 or source.name in options.workers or options.scaling is not None
     helpers = SourceWorkers(executors.prefetch) if several else None
     hook = prepared.hooks.get("loader_do_plan")

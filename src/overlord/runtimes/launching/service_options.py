@@ -111,10 +111,10 @@ class ServiceOptions:
 
     @property
     def pooled(self) -> bool:
-        """Whether tokenizing, decoding and the like run in process workers, and not in threads of the service.
+        """Whether decoding and all else that computes run in process workers, and not in threads of the service.
 
-        On two cores, two threads seldom wait for each other's interpreter lock, and need not hand rows to another
-        process; with more cores the service itself has one beside them.
+        On two cores, two threads that decode seldom wait for each other's interpreter lock, and need not hand rows to
+        another process; with more cores the service itself has one beside them.
         """
         return self.threads > (1 if usable_cpus() > 2 else 2)
 
