@@ -219,6 +219,38 @@ def test_key_frames_are_decoded_alone():
         np.testing.assert_array_equal(back, small)
 
 
+@pytest.mark.parametrize(
+    ("codec", "container", "options"),
+    [
+        ("libx264", "mp4", {"g": "12", "bf": "3"}),
+        ("libx264", "matroska", {"g": "12", "bf": "3", "x264-params": "open-gop=1"}),
+        ("libx264", "mpegts", {"x264-params": "intra-refresh=1:keyint=12"}),
+        ("mpeg4", "avi", {"g": "10"}),
+        ("libvpx-vp9", "webm", {"g": "15", "deadline": "realtime", "cpu-used": "8"}),
+    ],
+)
+def test_a_frame_that_is_reached_by_its_key_frame_has_the_pixels_of_a_decode_from_the_start(codec, container, options):
+    data, total = memoryview(encode(film(50), 24, codec, container, **options)), 50
+    everything = dict(video._decode_from_start(data, np.arange(total), key_frames=False))
+    assert len(everything) == total
+    for wanted in (np.arange(total), np.array([0, 13, 13, 26, 49]), np.array([31])):
+        frames = list(video._decode_frames(data, wanted, key_frames=False))
+        assert [number for number, _ in frames] == np.unique(wanted).tolist()
+        assert all(np.array_equal(pixels, everything[number]) for number, pixels in frames)
+
+
+def test_nothing_before_the_key_frame_of_a_wanted_frame_is_decoded():
+    data = encode(film(60), g="12", bf="0")
+    with av.open(io.BytesIO(data)) as file:
+        first_packets = [(packet.pos, packet.size) for packet in file.demux(video=0) if packet.size][:24]
+    damaged = bytearray(data)
+    for start, size in first_packets:
+        damaged[start : start + size] = bytes(size)
+    [(_, sound)] = video._decode_frames(memoryview(data), np.array([50]), key_frames=False)
+    [(_, found)] = video._decode_frames(memoryview(damaged), np.array([50]), key_frames=False)
+    assert np.array_equal(found, sound)
+
+
 def test_the_same_bytes_on_any_number_of_threads():
     data = [encode(film(12 + i, 80 + 16 * i, 112), 12) for i in range(3)]
     spec = Video(**SMALL)

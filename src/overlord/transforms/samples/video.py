@@ -139,6 +139,27 @@ def read_clip(data: bytes | memoryview, *, key_frames: bool = False) -> Clip:
     return clip
 
 
+class _View:
+    """Bytes in memory as a file that copies none of them until they are read, as BytesIO does with a view."""
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._data = memoryview(data)
+        self._at = 0
+
+    def read(self, count: int) -> bytes:
+        part = bytes(self._data[self._at : self._at + count])
+        self._at += len(part)
+        return part
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+
 @contextmanager
 def _open(data: bytes | memoryview) -> Iterator[tuple[Any, Any]]:
     """Open a container from memory; an error of the library inside is a MediaFault."""
@@ -146,7 +167,7 @@ def _open(data: bytes | memoryview) -> Iterator[tuple[Any, Any]]:
     # Playlists are excluded: their demuxers would open other files and addresses.
     options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "none"}
     with decoder_faults("no readable clip header"):
-        container = av.open(io.BytesIO(data), options=options, metadata_errors="ignore")
+        container = av.open(_View(data), options=options, metadata_errors="ignore")
     with container, decoder_faults("does not decode"):
         stream = container.streams.best("video")
         if stream is None or stream.codec_context is None:
@@ -159,20 +180,91 @@ def _open(data: bytes | memoryview) -> Iterator[tuple[Any, Any]]:
 
 def _decode_frames(data: memoryview, wanted: Int64s, *, key_frames: bool) -> Iterator[tuple[int, UInt8s]]:
     """Yield (number, RGB pixels) of the wanted frames that there are, in order."""
-    numbers, last = set(wanted.tolist()), int(wanted[-1])
+    numbers = np.unique(wanted)
+    try:
+        for number, pixels in _decode_by_seeking(data, numbers, key_frames=key_frames):
+            numbers = numbers[1:]
+            yield number, pixels
+    except _NoTimestamps:
+        yield from _decode_from_start(data, numbers, key_frames=key_frames)
+
+
+class _NoTimestamps(MediaFault):
+    """The packets of a clip do not say which of them holds which frame."""
+
+
+def _decode_by_seeking(data: memoryview, numbers: Int64s, *, key_frames: bool) -> Iterator[tuple[int, UInt8s]]:
+    """Yield frames, decoding no more than the packets from the key frame before each of them.
+
+    Decoding a clip of ten minutes from its start takes seconds. A first pass over the packets, which decodes nothing,
+    tells which packet holds which frame and which are key frames. Then the decoder runs from a key frame up to the
+    wanted frame, and the container seeks to the key frame before the next one. On the way, packets that no other frame
+    refers to are not decoded: that changes no pixel of the others.
+
+    Raises:
+        _NoTimestamps: before the first frame that cannot be found that way.
+    """
+    with _open(data) as (container, stream):
+        packets = [(packet.pts, packet.is_keyframe) for packet in container.demux(stream) if packet.size]
+        place_of = {pts: place for place, (pts, _) in enumerate(packets)}
+        if None in place_of or len(place_of) < len(packets):
+            raise _NoTimestamps
+        times = np.array([pts for pts, _ in packets], np.int64)
+        keys = np.flatnonzero([is_key for _, is_key in packets])
+        shown = keys if key_frames else np.arange(len(packets))
+        shown = shown[np.argsort(times[shown])]  # the packets of the frames, in the order of presentation
+        numbers = numbers[numbers < len(shown)]
+        wanted = set(shown[numbers].tolist())
+        fed = len(packets)  # the place of the last packet that the decoder was given
+
+        def frames_from(key: int) -> Iterator[Any]:
+            nonlocal fed
+            container.seek(int(times[key]), stream=stream)
+            fed = key - 1
+            for packet in container.demux(stream):
+                place = place_of.get(packet.pts, -1) if packet.size else fed + 1  # an empty one ends the clip
+                if place <= fed and place >= 0:
+                    continue  # it went further back than necessary
+                if place != fed + 1:
+                    raise _NoTimestamps
+                stream.codec_context.skip_frame = "DEFAULT" if place in wanted else "NONREF"
+                fed = place
+                yield from packet.decode()
+
+        frames: Iterator[Any] = iter(())
+        for number in numbers.tolist():
+            target = int(shown[number])
+            earlier = keys[(keys <= target) & (times[keys] <= times[target])]
+            if not len(earlier):
+                raise _NoTimestamps
+            if fed == len(packets) or (target > fed and earlier[-1] > fed + 1):
+                frames = frames_from(int(earlier[-1]))
+            frame = next((frame for frame in frames if frame.pts is None or frame.pts >= times[target]), None)
+            if frame is None or frame.pts != times[target]:
+                raise _NoTimestamps
+            yield number, _pixels_of(frame)
+
+
+def _decode_from_start(data: memoryview, numbers: Int64s, *, key_frames: bool) -> Iterator[tuple[int, UInt8s]]:
+    """Yield frames by counting what the decoder returns, from the start of the clip."""
+    wanted, last = set(numbers.tolist()), int(numbers.max(initial=-1))
     with _open(data) as (container, stream):
         number = 0
         for packet in container.demux(stream):
             if key_frames and packet.size and not packet.is_keyframe:
                 continue  # a key frame decodes without the others
             for frame in packet.decode():
-                if number in numbers:
-                    if frame.width * frame.height > MAX_PIXELS:
-                        raise MediaFault(f"a frame has {frame.width} x {frame.height} pixels")
-                    yield number, frame.to_ndarray(format="rgb24")
+                if number in wanted:
+                    yield number, _pixels_of(frame)
                 number += 1
             if number > last:
                 return
+
+
+def _pixels_of(frame: Any) -> UInt8s:
+    if frame.width * frame.height > MAX_PIXELS:
+        raise MediaFault(f"a frame has {frame.width} x {frame.height} pixels")
+    return frame.to_ndarray(format="rgb24")
 
 
 def _patchify_frame(image: UInt8s, places: UInt8s, at: int) -> None:
