@@ -6,7 +6,6 @@ Their names say which format they have; their content is not looked at here.
 from __future__ import annotations
 
 import contextlib
-import gzip
 import mmap
 import os
 import re
@@ -21,6 +20,11 @@ from pyarrow import fs
 from overlord.core.spec_errors import did_you_mean, nearest
 from overlord.errors import ReaderError, SourceError, SpecError
 from overlord.storage import StorageOptions, check_options, filesystem_of
+
+try:
+    from isal import igzip as gzip  # three times as fast as the standard library, with the same interface
+except ImportError:  # a platform without wheels
+    import gzip  # type: ignore[no-redef]
 
 _GZIP_BUFFER_BYTES = 64 << 10
 
@@ -85,7 +89,7 @@ class StoredFile:
             with self.filesystem.open_input_stream(self.location, compression=compression) as native:
                 yield native
             return
-        # pyarrow would hold 1 MiB for every open stream; zlib holds 32 KiB and is as fast.
+        # pyarrow would hold 1 MiB for every open stream.
         with (
             self.filesystem.open_input_stream(
                 self.location, compression=None, buffer_size=_GZIP_BUFFER_BYTES
