@@ -578,3 +578,26 @@ def jpeg_of(size: tuple[int, int], mode: str) -> bytes:
     out = io.BytesIO()
     Image.fromarray(((picture + 1) * 127).astype(np.uint8)).convert(mode).save(out, "JPEG", quality=90)
     return out.getvalue()
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "PA", "L with a colour that is transparent", "RGB with one"])
+def test_transparent_images_are_composited_on_white_as_pillow_does(mode):
+    values = np.arange(256 * 256, dtype=np.uint32)
+    grey, alpha = (values % 256).astype(np.uint8).reshape(256, 256), (values // 256).astype(np.uint8).reshape(256, 256)
+    both = Image.merge("LA", [Image.fromarray(grey), Image.fromarray(alpha)])
+    image, options = both.convert("RGBA"), {}
+    if mode == "LA":
+        image = both
+    elif mode == "P":
+        image, options = picture(99, 101).convert("P"), {"transparency": bytes(range(0, 256, 2))}
+    elif mode == "PA":
+        image = both.convert("PA")
+    elif mode.startswith("L "):
+        image, options = Image.fromarray(grey), {"transparency": 7}
+    elif mode.startswith("RGB "):
+        image, options = picture(60, 40), {"transparency": picture(60, 40).getpixel((3, 3))}
+    with Image.open(io.BytesIO(saved(image, "TIFF" if mode == "PA" else "PNG", **options))) as stored:
+        white = Image.new("RGBA", stored.size, (255, 255, 255, 255))
+        expected = np.asarray(Image.alpha_composite(white, stored.convert("RGBA")).convert("RGB"))
+        found = images._on_white(stored)
+    assert np.array_equal(found, expected)

@@ -169,7 +169,7 @@ def _decode_stored(data: bytes | memoryview, formats: Sequence[str], divisor: in
         with open_image(data, formats) as image:
             if divisor > 1:
                 image.draft("RGB", (width // divisor, height // divisor))
-            pixels = np.asarray(_on_white(image))
+            pixels = _on_white(image)
     if pixels.ndim != 3 or pixels.shape[0] * pixels.shape[1] > MAX_PIXELS:
         raise MediaFault(f"decodes to {pixels.shape} pixels")  # another size than its header says
     return pixels
@@ -206,11 +206,36 @@ def check_formats(spec: ImageSpec) -> None:
         )
 
 
-def _on_white(image: Image.Image) -> Image.Image:
+def _on_white(image: Image.Image) -> UInt8s:
+    """Return RGB pixels, on white where the image is transparent: the same as by Pillow's `alpha_composite`."""
     if "A" not in image.getbands() and image.info.get("transparency") is None:
-        return image.convert("RGB")
-    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-    return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
+        return np.asarray(image.convert("RGB"))
+    if image.mode == "P":  # only its colours are composited
+        colours = image.resize((256, 1), Image.Resampling.NEAREST)
+        colours.putdata(range(256))
+        image.putpalette(_white_behind(np.asarray(colours.convert("RGBA"))).tobytes())
+        del image.info["transparency"]
+        return np.asarray(image.convert("RGB"))
+    return _white_behind(np.asarray(image if image.mode in ("RGBA", "LA") else image.convert("RGBA")))
+
+
+def _white_behind(pixels: UInt8s) -> UInt8s:
+    """Return RGB pixels of colours, or shades of grey, whose last channel says how opaque they are."""
+    out = np.empty((*pixels.shape[:2], 3), np.uint8)
+    _composite(np.array(pixels, order="C").reshape(-1, pixels.shape[2]), out.reshape(-1, 3))
+    return out
+
+
+@kernel
+def _composite(pixels: UInt8s, out: UInt8s) -> None:
+    # One pass: through Pillow it takes four, each over all pixels.
+    channels = pixels.shape[1] - 1
+    for at in range(len(pixels)):
+        alpha = np.int32(pixels[at, channels])
+        for colour in range(3):
+            value = np.int32(pixels[at, min(colour, channels - 1)])
+            blend = 128 * (value * alpha + 255 * (255 - alpha)) + 0x4000  # rounded as Pillow does
+            out[at, colour] = ((blend >> 8) + blend) >> 15
 
 
 def resize_image(image: UInt8s, height: int, width: int) -> UInt8s:
@@ -288,6 +313,7 @@ def warm_images() -> None:
     for side in (2, 9):  # small images have kernels of their own
         image = resize_image(np.zeros((side, side, 3), np.uint8), _LANES, _LANES)
     patchify_into(image, _LANES, 1, np.empty(3 * _LANES**2, np.uint8))
+    _white_behind(np.zeros((1, 1, 4), np.uint8))
 
 
 def normalize_patches(
