@@ -47,18 +47,16 @@ lint: $(READY)
 	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/mypy
 
-# Some tests watch real processes against the clock. What fails beside others on a busy machine is run once more, alone, and
-# counts then; both runs are shown.
-AGAIN := --last-failed --last-failed-no-failures none
+# What fails in parallel on a busy machine runs once more, alone; both runs are shown, and the second counts. A suite that
+# cannot be collected ends at once. See tests/run_suite.py.
+SUITE := $(BIN)/python -m tests.run_suite -q
 # In the order of their files: by size, modules of one long test come last and leave a core idle.
-QUICK := $(BIN)/python -m pytest -q -m "not slow and not nightly" --durations=30
 test: lint
-	$(QUICK) -n $(JOBS) --dist loadscope --no-loadscope-reorder || { test $$? -eq 1 && $(QUICK) $(AGAIN); }
+	$(SUITE) -m "not slow and not nightly" -n $(JOBS) --dist loadscope --no-loadscope-reorder --durations=30
 
 # What takes more than a few seconds: real processes killed at every point, storms, Ray, torchrun with eight ranks.
-SLOW := $(BIN)/python -m pytest -q -m "slow and not nightly" tests
 test-slow: $(READY)
-	$(SLOW) -n $(SLOW_JOBS) --dist loadscope --durations=20 || { test $$? -eq 1 && $(SLOW) $(AGAIN); }
+	$(SUITE) -m "slow and not nightly" tests -n $(SLOW_JOBS) --dist loadscope --durations=20
 
 # What takes minutes each: 20,000 flipped bytes in a file of every format, thousands of fault schedules.
 test-nightly: $(READY)

@@ -301,12 +301,13 @@ OF_CONSTRUCTORS = {
     "name": (lambda part: {"meta.x": np.zeros(3, int)}, "a column named 'meta.x'"),
 }
 CASES = [
-    *[("loader_do_plan", *case) for case in (WRONG | OF_LOADERS).values()],
-    *[("constructor_do_plan", *case) for case in (WRONG | OF_CONSTRUCTORS).values()],
+    pytest.param(kind, hook, words, id=f"{kind}-{name}")
+    for kind, wrong in (("loader_do_plan", WRONG | OF_LOADERS), ("constructor_do_plan", WRONG | OF_CONSTRUCTORS))
+    for name, (hook, words) in wrong.items()
 ]
 
 
-@pytest.mark.parametrize(("kind", "hook", "words"), CASES, ids=lambda value: str(value)[:24])
+@pytest.mark.parametrize(("kind", "hook", "words"), CASES)
 def test_what_was_not_planned_is_refused_with_the_hook_and_the_samples(whole_job, cache, kind, hook, words):
     hook.version = "7"
     with (

@@ -8,7 +8,7 @@ import tarfile
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from examples.demo.demo_data import media_job, write_media
+from examples.demo.demo_data import _draw_clip, media_job, write_media
 from tokenizers import Tokenizer
 
 import overlord as ol
@@ -220,6 +220,13 @@ def test_another_seed_gives_other_media_and_the_same_seed_the_same(tmp_path):
         written.append({path.name: path.read_bytes() for path in files})
     assert written[0] == written[1]
     assert all(written[0][name] != written[2][name] for name in written[0])
+
+
+@pytest.mark.slow
+def test_a_clip_is_encoded_to_the_same_bytes_every_time():
+    """An encoder that reads memory it has not written gives other bytes once in a while, as x264 does on x86."""
+    clips = [_draw_clip(np.random.default_rng(number % 3)) for number in range(400)]
+    assert len(set(clips)) == 3
 
 
 def test_a_sample_with_a_sound_goes_on_in_the_next_step_behind_its_sound(job, cache):

@@ -146,11 +146,9 @@ def _sums(b: Any, groups: Any, digits: list[Any], begin: list[Any], pixels: Call
     from llvmlite import ir
     from numba.core import cgutils
 
-    # A compiler that does not know this processor would not use its instructions. llvmlite refuses such an attribute.
-    set.add(b.function.attributes, '"target-features"="+neon,+dotprod"')
     byte, number = ir.VectorType(ir.IntType(8), BYTES), ir.VectorType(ir.IntType(32), BYTES // TAPS)
-    dot_type, nothing = ir.FunctionType(number, [number, byte, byte]), ir.Constant(number, None)
-    dot = cgutils.get_or_insert_function(b.module, dot_type, "llvm.aarch64.neon.sdot.v4i32.v16i8")
+    nothing = ir.Constant(number, None)
+    add_dots = _add_dots if has_dots() else _add_products
     sums = []
     for one in begin:
         whole = b.insert_element(nothing, b.trunc(one, number.element), ir.IntType(32)(0))
@@ -161,7 +159,7 @@ def _sums(b: Any, groups: Any, digits: list[Any], begin: list[Any], pixels: Call
             weights = _loaded(b, b.add(at, b.mul(loop.index, loop.index.type(BYTES))), number)
             for digit in range(_DIGITS):
                 same = b.bitcast(_shuffled(b, weights, weights, [digit] * number.count), byte)
-                b.store(b.call(dot, [b.load(total[digit]), vector, same]), total[digit])
+                b.store(add_dots(b, b.load(total[digit]), vector, same), total[digit])
     parts = []
     for total in sums:
         part = b.load(total[0])
@@ -179,6 +177,30 @@ def _sums(b: Any, groups: Any, digits: list[Any], begin: list[Any], pixels: Call
             done = b.select(compare(sign, done, limit), done, limit)
         done = b.trunc(done, ir.VectorType(ir.IntType(bits), BYTES))
     return done
+
+
+def _add_dots(b: Any, total: Any, one: Any, two: Any) -> Any:
+    """Add the products of every four bytes to a sum, by the instruction."""
+    from llvmlite import ir
+    from numba.core import cgutils
+
+    # A compiler that does not know this processor would not use its instructions. llvmlite refuses such an attribute.
+    set.add(b.function.attributes, '"target-features"="+neon,+dotprod"')
+    kind = ir.FunctionType(total.type, [total.type, one.type, two.type])
+    return b.call(
+        cgutils.get_or_insert_function(b.module, kind, "llvm.aarch64.neon.sdot.v4i32.v16i8"), [total, one, two]
+    )
+
+
+def _add_products(b: Any, total: Any, one: Any, two: Any) -> Any:
+    """Do the same where there is no such instruction: slower than the plain kernel, but it can be tested there."""
+    from llvmlite import ir
+
+    wide = ir.VectorType(total.type.element, BYTES)
+    products = b.mul(b.sext(one, wide), b.sext(two, wide))
+    for tap in range(TAPS):
+        total = b.add(total, _shuffled(b, products, products, list(range(tap, BYTES, TAPS))))
+    return total
 
 
 def _plus(b: Any, value: Any, more: int) -> Any:
