@@ -250,3 +250,46 @@ def test_microbatches_that_nobody_looked_at_are_let_go(mixed_job, cache):
             assert len(next(client).microbatches)
         assert len(client._feed._connection.leased) == 0
         assert service.status()["buffers"]["views_bytes"] < 16 << 20
+
+
+OUT_OF_FILES = """
+import os, resource, sys
+import overlord as ol
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+client = ol.connect(sys.argv[1], 0)
+steps = [next(client).index]
+taken = []
+try:
+    while True:
+        taken.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    pass
+for what in ("report", "steps"):
+    try:
+        while what == "steps":
+            step = next(client)
+            [batch.digest() for batch in step.microbatches]
+            steps.append(step.index)
+        client.report(0, {"loss": 1.0})
+        print("reported")
+    except ol.OverlordError as error:
+        print(type(error).__name__, what, str(error))
+for fd in taken:
+    os.close(fd)
+step = next(client)
+[batch.digest() for batch in step.microbatches]
+print(steps + [step.index] == list(range(len(steps) + 1)))
+"""
+
+
+def test_a_trainer_that_runs_out_of_descriptors_is_told_so(mixed_job, cache):
+    """It neither waits for ever nor takes the service for gone, and goes on once it has descriptors again."""
+    with ol.launch(mixed_job.replace(max_steps=50), cache=cache) as service:
+        command = [sys.executable, "-c", OUT_OF_FILES, service.address]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    *failures, exact = done.stdout.splitlines()
+    assert len(failures) == 2, done.stdout + done.stderr
+    for told in failures:
+        assert re.match(r"OverlordError .*has 64 files open.*ulimit -n 65536.*raise its limit", told), done.stdout
+    assert exact == "True", done.stdout
