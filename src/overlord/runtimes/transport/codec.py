@@ -361,6 +361,11 @@ def send(connection: socket.socket, message: Message, fds: Sequence[int] = ()) -
             raise TypeError("it holds an array")
     except (TypeError, OverflowError, UnicodeEncodeError) as error:
         raise SpecError(f"{type(message).__name__} cannot be sent to or from the service: {error}") from error
+    if isinstance(message, Request) and len(frame[0]) > MAX_ASKED:
+        raise SpecError(
+            f"{type(message).__name__} has {len(frame[0])} bytes, and a service takes {MAX_ASKED}; it was not sent, "
+            "and nothing has changed. Name many files by a glob or their folder, and leave out what is not needed."
+        )
     send_frame(connection, frame, fds)
 
 
