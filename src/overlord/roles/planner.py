@@ -36,7 +36,7 @@ from overlord.core.samples import Cursor
 from overlord.core.states import StreamState, check_form, describe_differences, names_of, restricted_parts
 from overlord.errors import PlanError, ReaderError, ReportMissing, SourceError, SpecError, StateError
 from overlord.job.specs import Job, Mixture
-from overlord.roles.changes import Change, InputLog, SourceChanges, check_mixture
+from overlord.roles.changes import LAST_STEP, MOST_SKIPPED, Change, InputLog, SourceChanges, check_mixture
 from overlord.roles.drawer import Drawer, DrawnStep
 from overlord.roles.poisoned_rows import PoisonedRows
 from overlord.roles.ports import Loaders
@@ -118,7 +118,8 @@ class Planner:
         """Live changes of the sources."""
         self.first_step = store.first_step if store.lineage else state.step
         """The step this stream was launched at."""
-        self._promised = store.horizon if store.lineage else state.step
+        self.promised = store.horizon if store.lineage else state.step
+        """Steps before this one may have been handed out by a planner that this one replaces."""
         self.meshes = Meshes(mesh, self.first_step, inputs)
         """The mesh of every step."""
         self._states = KeptStates((*start.earlier, state), keep=keep)
@@ -270,7 +271,7 @@ class Planner:
         """Record the trainer's metrics of a step; the first report of a step counts."""
         if self.inputs.report_of(step) is not None:
             return
-        if self.next_step <= step < self._promised:
+        if self.next_step <= step < self.promised:
             self.plan_raw(step)  # it may have been handed out before a crash, and is not planned again yet
         if step >= self.next_step:
             raise SpecError(
@@ -300,6 +301,13 @@ class Planner:
         if count < 1:
             raise SpecError(f"skip_steps: count is {count}; nothing would be skipped. Give 1 or more.")
         at = self._effective("skip_steps", at_step)
+        before = self.inputs.skips_at(at)
+        if before + count > MOST_SKIPPED:
+            told = f"{count}, with {before} that are skipped before step {at} already" if before else f"{count}"
+            raise SpecError(
+                f"skip_steps: count is {told}; what is skipped must be drawn first, while trainers wait, so at most "
+                f"{MOST_SKIPPED} global batches are skipped before a step. Give fewer, or several steps."
+            )
         self.inputs.add_change(Change("skip", at, count=count, id=change_id))
         return at
 
@@ -333,10 +341,15 @@ class Planner:
     def _effective(self, what: str, at_step: int | None) -> int:
         # Steps up to the promised horizon may have been handed out before a crash, and must not change; but none from
         # the first step on that has no source to draw from.
-        promised = range(self.next_step, self._promised)
+        promised = range(self.next_step, self.promised)
         first = next((step for step in promised if not self.inputs.roster_at(step).drawn), promised.stop)
         first = max(first, self.next_step)
         at = first if at_step is None else at_step
+        if at > LAST_STEP:
+            raise SpecError(
+                f"{what}: at_step is {at}, and no run comes to a step beyond {LAST_STEP}; nothing would change. Give "
+                f"the step from which it should hold ({first} or more), or leave it out."
+            )
         if at < first:
             ahead = f"may have been handed out before the planner was replaced (the first that was not is {first})"
             known = ahead if at >= self.next_step else f"is already planned (the next one is {first})"
@@ -381,7 +394,7 @@ class Planner:
             try:
                 return self._drawer.draw()
             except (ReaderError, SourceError) as error:
-                parks = self._parks_failing and step >= self._promised  # a promised step includes the source
+                parks = self._parks_failing and step >= self.promised  # a promised step includes the source
                 if not parks or error.source is None or error.source in self.sources.parked(step):
                     raise
                 # The change is on disk before the draw is repeated.
