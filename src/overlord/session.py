@@ -181,6 +181,16 @@ class RunningService:
         at = _step_or_none(change, at_step)
         return self._ask(msg.ChangeSource(change, _name(name), at, _new_id())).step
 
+    def kept_plan(self, step: int) -> LoadingPlan:
+        """Return the plan of a recent step, as long as the planner has it in memory; nothing is planned for it.
+
+        Raises:
+            SpecError: The step is not planned yet, or its plan is not in memory any more.
+        """
+        blob = self._ask(msg.GetPlan(_step("kept_plan", step), kept=True)).plan
+        assert blob is not None, "a plan that is kept, or an error"
+        return plan_from_bytes(blob)
+
     def plan_raw(self, step: int) -> LoadingPlan | None:
         """Return the plan of a step, or None past the end; planning it now if need be."""
         blob = self._ask(msg.GetPlan(_step("plan_raw", step))).plan
