@@ -16,10 +16,11 @@ import runpy
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import yaml
@@ -51,7 +52,9 @@ __all__ = [
     "job_file_schema",
     "load_job",
     "load_job_file",
+    "read_kept_job",
     "read_manifest",
+    "refuse_kept_code",
     "write_job_schema",
 ]
 
@@ -69,6 +72,8 @@ class JobFile:
     """The file; None for a job that was built in Python."""
     places: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str], compare=False)
     """File and line of each source, and of the tokenizer, by what a message about it begins with; of YAML only."""
+    code: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str], compare=False)
+    """Of a job that a store keeps: the hooks and readers of the run, by where they are named; none is imported."""
 
     def call(self, given: Mapping[str, Any], locate: Locate | None = None) -> Launch:
         """Return all options of a launch: what was given (not None), else what the file says.
@@ -132,7 +137,38 @@ def load_job_file(path: str | os.PathLike[str]) -> JobFile:
     return dataclasses.replace(found, path=file)
 
 
-def _load_yaml(file: Path) -> JobFile:
+def read_kept_job(text: bytes) -> JobFile:
+    """Read the job that a store keeps of its run. A store holds no code: modules that it names are not imported.
+
+    Raises:
+        SpecError: It is no job.
+    """
+    with TemporaryDirectory(prefix="overlord-") as folder:
+        file = Path(folder) / "job.yaml"
+        file.write_bytes(text)
+        return _load_yaml(file, imports=False)
+
+
+def refuse_kept_code(kept: JobFile, given: Collection[str] = ()) -> None:
+    """Refuse the job of a store that needs hooks or readers of the user's which are not given.
+
+    Args:
+        kept: The job, as `read_kept_job` returned it.
+        given: Those that are given, by where the job names them.
+
+    Raises:
+        SpecError: The message names them.
+    """
+    missing = [f"{at}: {name}" for at, name in kept.code.items() if at not in given]
+    if missing:
+        raise SpecError(
+            f"the run used Python code of its own ({', '.join(missing)}), and code is not taken from a store: whatever "
+            "wrote the store would decide what runs here. Give the job of the run: JOB on the command line, job= in "
+            "Python."
+        )
+
+
+def _load_yaml(file: Path, *, imports: bool = True) -> JobFile:
     data, root = _parse_yaml(file)
     known = [*Job.known_keys(), "launch"]
     unknown = [
@@ -148,6 +184,7 @@ def _load_yaml(file: Path) -> JobFile:
     meant = {key: key if key in known else nearest(key, known) for key in data}
     data = {name: data[key] for key, name in meant.items() if name in known and (name == key or name not in data)}
     launch_data = data.pop("launch", None)
+    code = {} if imports else _take_code(data, launch_data)
     manifest = _manifest_of(data.get("sources"), file, root)
     lines: list[int] = []
     if manifest is not None:
@@ -167,7 +204,8 @@ def _load_yaml(file: Path) -> JobFile:
         job = Job.from_mapping(data, locate)
     except SpecError as error:
         problems.append(error)
-    search_beside(file.parent, launch_data)
+    if imports:
+        search_beside(file.parent, launch_data)
     try:
         launch = LaunchOptions.from_mapping(
             {} if launch_data is None else launch_data,
@@ -181,7 +219,23 @@ def _load_yaml(file: Path) -> JobFile:
         raise told
     places = {f"source {name!r}": locate(("sources", number)) for number, name in enumerate(job.names)}
     places["tokenizer: "] = locate(("tokenizer",))
-    return dataclasses.replace(_resolved(job, launch, file.parent), places=places)
+    return dataclasses.replace(_resolved(job, launch, file.parent), places=places, code=code)
+
+
+def _take_code(data: Mapping[str, Any], launch: object) -> dict[str, str]:
+    """Return the modules that a job names for hooks and readers; hooks are taken out of its launch."""
+    found: dict[str, str] = {}
+    for kind in HOOK_KINDS:
+        hook = launch.pop(kind, None) if isinstance(launch, dict) else None
+        if hook is not None:
+            found[kind] = str(hook)
+    sources = data.get("sources")
+    for number, source in enumerate(sources if isinstance(sources, list) else ()):
+        for at in (("format",), ("join", "format")):
+            format = follow(source, at)
+            if isinstance(format, str) and ":" in format:
+                found[".".join((f"sources[{number}]", *at))] = format
+    return found
 
 
 def _refuse_function(mixture: object, locate: Callable[[Loc], str]) -> None:

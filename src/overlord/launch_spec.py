@@ -233,6 +233,8 @@ class LaunchOptions(Spec):
     """Folder or URL for the journal and snapshots; none keeps none."""
     store_options: dict[str, str | int | float | bool] = Field(default={}, repr=False)
     """Of a store that is a URL: what its filesystem must know, as a source's storage_options."""
+    source_options: dict[str, dict[str, Any]] = Field(default={}, repr=False)
+    """Storage options by the name of a source, as its own; those of its join under join."""
     keep: Annotated[int, whole(1, "nothing could be resumed. Write 256 or more")] = 256
     """Steps that stay resumable in the store."""
     shadows: Annotated[

@@ -20,13 +20,13 @@ from overlord.core.plan import LoadingPlan, plan_from_bytes
 from overlord.core.spec_errors import is_finite, is_whole
 from overlord.core.states import check_seal
 from overlord.errors import SpecError, StateError
-from overlord.job.hook_specs import Hook
+from overlord.job.hook_specs import HOOK_KINDS, Hook
 from overlord.job.layout_specs import DEFAULT_CACHE, Keys, Layout, OnSourceFailure, Placement, Runtime
 from overlord.job.mixture_specs import MOST_WEIGHT
 from overlord.job.reconcile import Reconcile
 from overlord.job.spec_model import as_number
-from overlord.job.specs import Job, Mixture, Source, tokenizer_file
-from overlord.job_files import JobFile, dump_job_yaml, load_job_file, resolved_job
+from overlord.job.specs import Job, Mixture, Source, tokenizer_file, without_secrets
+from overlord.job_files import JobFile, dump_job_yaml, load_job_file, read_kept_job, refuse_kept_code, resolved_job
 from overlord.launch_spec import Budget, Launch, LaunchOptions
 from overlord.planning.checking import Strategy
 from overlord.roles.changes import FIXED_WHILE_RUNNING, mixture_to_json, source_to_json
@@ -144,7 +144,8 @@ class RunningService:
         """Let a source come while the stream runs; return the first step it is drawn from.
 
         It is opened and checked first, and written down before it counts. A resumed run opens it again, whether the
-        job names it by then or not.
+        job names it by then or not. Its credentials are not written down: a run that is resumed from the store or from
+        a state must be given them again (`launch(source_options=..)`); a service that dies is restarted with them.
 
         Args:
             source: The source; what cannot be written down, such as `ol.Custom`, must be in the job.
@@ -181,6 +182,16 @@ class RunningService:
     def _change_source(self, change: SourceChange, name: str, at_step: int | None) -> int:
         at = _step_or_none(change, at_step)
         return self._ask(msg.ChangeSource(change, _name(name), at, _new_id())).step
+
+    def kept_plan(self, step: int) -> LoadingPlan:
+        """Return the plan of a recent step, as long as the planner has it in memory; nothing is planned for it.
+
+        Raises:
+            SpecError: The step is not planned yet, or its plan is not in memory any more.
+        """
+        blob = self._ask(msg.GetPlan(_step("kept_plan", step), kept=True)).plan
+        assert blob is not None, "a plan that is kept, or an error"
+        return plan_from_bytes(blob)
 
     def plan_raw(self, step: int) -> LoadingPlan | None:
         """Return the plan of a step, or None past the end; planning it now if need be."""
@@ -319,6 +330,7 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
     budget: int | str | Budget | Mapping[str, Any] | None = None,
     store: str | os.PathLike[str] | None = None,
     store_options: StorageOptions | None = None,
+    source_options: Mapping[str, Mapping[str, Any]] | None = None,
     keep: int | None = None,
     cache: str | os.PathLike[str] = DEFAULT_CACHE,
     state: Mapping[str, Any] | Literal["latest"] | int | None = None,
@@ -375,6 +387,9 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
             workers and memory.
         store: Folder for the journal and snapshots, or a URL such as "s3://bucket/run" (default: a temporary folder).
         store_options: Credentials and the like of a store that is a URL, as a Source's storage_options.
+        source_options: Storage options by the name of a source, beside those that it has: for credentials that no job
+            file should hold, and for those of sources that were added while a run went on, which no store and no
+            state holds. Those of its join stand under "join".
         keep: Steps behind the newest snapshot that stay resumable with `state=STEP` (default: 256).
         cache: Folder for the indices of files.
         state: What `client.state_dict()` returned; "latest" takes the newest snapshot of the store, a number the state
@@ -442,6 +457,7 @@ def replay(
     loader_do_plan: Callable[..., Any] | Hook | str | None = None,
     constructor_do_plan: Callable[..., Any] | Hook | str | None = None,
     store_options: StorageOptions | None = None,
+    source_options: Mapping[str, Mapping[str, Any]] | None = None,
     cache: str | os.PathLike[str] = DEFAULT_CACHE,
 ) -> Service:
     """Return a service that hands out a step of a stored run again, and the steps behind it; the store is only read.
@@ -459,9 +475,10 @@ def replay(
             differs from the run's is refused.
         strategy: The strategy of the run (default: that of its launch; of one with Python functions, the job file's).
         layout: The layout of the run (default: the same).
-        loader_do_plan: The hook of the run (default: the same, imported as "module:name").
+        loader_do_plan: The hook of the run (default: that of the job file; no code is taken from a store).
         constructor_do_plan: The same.
         store_options: Credentials and the like of a store that is a URL.
+        source_options: Credentials and the like of sources by name, as for `launch`.
         cache: Folder for the indices of files.
 
     Raises:
@@ -487,23 +504,27 @@ def replay(
     copied = scratch_folder()
     try:
         copy_lineages(place, open_place(copied))
-        text = Path(copied) / kept_job(kept)
-        if job is None and not text.exists():
+        text = place.read(kept_job(kept))
+        if job is None and text is None:
             raise SpecError(
                 f"replay: the store {path!r} does not hold the job of its run, which has Python functions or is of an "
                 "older version; nothing could be read. Give job=, and the mesh, strategy and layout of the run."
             )
-        loaded = _loaded(text if job is None else job)
+        of_store = None if text is None else read_kept_job(text)
+        loaded = _loaded(of_store if job is None else job)
         given = {
             "mesh": _resharded(kept, number) if mesh is None else mesh, "strategy": strategy, "layout": layout,
             "loader_do_plan": loader_do_plan, "constructor_do_plan": constructor_do_plan,
         }  # fmt: skip
-        if job is not None and text.exists():  # what the run was launched with, not what a job file says
-            launched = load_job_file(text).launch
-            given = {name: getattr(launched, name) if value is None else value for name, value in given.items()}
+        if of_store is not None:
+            hooks = {kind for kind in HOOK_KINDS if given[kind] or getattr(loaded.launch, kind)}
+            refuse_kept_code(of_store, hooks if job is None else {*hooks, *(set(of_store.code) - set(HOOK_KINDS))})
+            for name in ("mesh", "strategy", "layout"):  # as the run was launched, not as a job file says
+                given[name] = getattr(of_store.launch, name) if given[name] is None else given[name]
         options = loaded.call(given)
         of_run = {name: getattr(options, name) for name in given}
-        options = loaded.call(of_run | {"runtime": "inline", "store": copied, "state": number, "cache": cache})
+        of_run |= {"store": copied, "state": number, "cache": cache, "source_options": source_options}
+        options = loaded.call(of_run | {"runtime": "inline"})
         told = dataclasses.replace(service_options(loaded.job, options), replays=True)
         service = Service(_start("inline", loaded.job, told, None), loaded.job, options)
         service.scratch = copied
@@ -549,6 +570,7 @@ def service_options(job: Job, options: Launch) -> ServiceOptions:
         heartbeat_s=options.heartbeat,
         store=None if options.store is None else store_path(options.store),
         store_options=options.store_options,
+        source_options=options.source_options,
         job_text=None if options.store is None else _job_text(job, options),
         keep=options.keep,
         cache=str(Path(options.cache).expanduser().absolute()),
@@ -569,7 +591,7 @@ def service_options(job: Job, options: Launch) -> ServiceOptions:
 
 def _job_text(job: Job, options: Launch) -> str | None:
     """Return a job as a file that `replay` can read, without credentials; None where it holds Python functions."""
-    here, public = Path.cwd(), [source.replace(storage_options={}) for source in job.sources]
+    here, public = Path.cwd(), [without_secrets(source) for source in job.sources]
     launched = LaunchOptions(
         mesh=options.mesh, strategy=options.strategy, layout=options.layout,
         loader_do_plan=options.loader_do_plan, constructor_do_plan=options.constructor_do_plan,

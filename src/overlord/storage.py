@@ -23,6 +23,35 @@ StorageOptions = Mapping[str, str | int | float | bool]
 """Credentials and other options, under the names of pyarrow's filesystems."""
 
 
+def make_private(folder: Path) -> None:
+    """Make a folder, and those above it, that only this user can enter, whatever the umask.
+
+    Folders that are there stay as they are: whoever made them decided who may enter.
+    """
+    if folder.is_dir():
+        return
+    if folder.parent != folder:
+        make_private(folder.parent)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+        return  # another process has just made it
+    folder.chmod(0o700)
+
+
+def create_private(path: str | Path) -> int:
+    """Create a file that only this user can read, whatever the umask; return its descriptor, to be written.
+
+    Raises:
+        FileExistsError: There is something of that name, be it a link.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    os.fchmod(descriptor, 0o600)
+    return descriptor
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Replace a local file atomically: yields a scratch path in the same folder, which is renamed at the end.
@@ -135,8 +164,8 @@ def check_options(scheme: str, options: StorageOptions, allowed: Mapping[str, ty
         wanted = allowed[name]
         if not isinstance(value, (int, float) if wanted is float else wanted):
             raise SpecError(
-                f"storage option {name!r} is {value!r}, not a {wanted.__name__}; the store would refuse it. "
-                f"Give a {wanted.__name__}."
+                f"storage option {name!r} is a {type(value).__name__}, not a {wanted.__name__}; the store would refuse "
+                f"it. Give a {wanted.__name__}."
             )
     return dict(options)
 

@@ -421,7 +421,7 @@ def dashboard(
             f"--allow-changes is given and --host is {host!r}: whatever reads the network on the way would have the "
             "token, and could change the run. Leave --host out, and use a tunnel: ssh -L 9500:127.0.0.1:9500 HOST."
         )
-    page = PageServer(read_address(address), listening, token)
+    page = PageServer(read_address(address), listening, token, host=host)
     screen.show(labelled("page     ", page.url))
     if token is not None:
         screen.show(labelled("changes  ", f"{page.url}#token={token}"))

@@ -82,7 +82,7 @@ Flags = dict[str, Any]
 LAUNCH_FLAGS = tuple(
     name
     for name in Launch.known_keys()
-    if name not in ("budget", "store_options", "cache", "state", "skip_steps", "progress")
+    if name not in ("budget", "store_options", "source_options", "cache", "state", "skip_steps", "progress")
 )
 """Options that are flags of their own; the others need more than a word, or have another form here."""
 _NAMES = {"loaders_per_source": "--loaders"}

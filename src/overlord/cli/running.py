@@ -37,6 +37,7 @@ from overlord.roles.source_loader import judge_tolerance
 from overlord.runtimes.hosts.prefetch import SerialWorkers
 from overlord.runtimes.launching.deployment import check_multiples, limits_of, media_shape, try_sources
 from overlord.session import Service, launch
+from overlord.storage import make_private
 from overlord.stores.places import open_place, store_path
 from overlord.stores.store import newest_lineage
 from overlord.transforms.samples.sample_kinds import make_transform
@@ -287,7 +288,7 @@ def with_state(options: Launch, resume: bool, state: Path | None) -> Launch:
 
 def _make_folder(store: str) -> None:
     try:
-        Path(store).mkdir(parents=True, exist_ok=True)
+        make_private(Path(store))
     except OSError as error:
         raise SpecError(
             f"store {store!r}: the folder cannot be made ({error.strerror}); the run could not be resumed. Name "

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -50,7 +49,7 @@ from overlord.errors import OverlordError, SpecError, StateError
 from overlord.job.hook_specs import HOOK_KINDS
 from overlord.job.layout_specs import Layout
 from overlord.job.specs import Audio, ImageSpec, Job, Video
-from overlord.job_files import JobFile, load_job_file
+from overlord.job_files import JobFile, read_kept_job, refuse_kept_code
 from overlord.launch_spec import Launch
 from overlord.planning.costs import CostModel, llama_12b
 from overlord.planning.strategies import costs_of
@@ -59,7 +58,13 @@ from overlord.reports.pages import Row, render_file, terminal_table
 from overlord.reports.summary import count, number, share
 from overlord.roles.client import TOKEN_KEYS, Batch, Step
 from overlord.runtimes.launching.deployment import order_of
-from overlord.runtimes.launching.resume import canonical, changes_of, with_added_sources, with_changes
+from overlord.runtimes.launching.resume import (
+    canonical,
+    changes_of,
+    refuse_kept_readers,
+    with_added_sources,
+    with_changes,
+)
 from overlord.session import Service, launch, replay
 from overlord.stores.places import open_place, store_path
 from overlord.stores.store import FoundLineage, kept_job, newest_lineage
@@ -530,7 +535,9 @@ def find_sample(store: str, sample: str, loaded: JobFile | None, cache: str) -> 
     found = lineage_of_run(store)
     oldest = found.snapshots[0].state
     job = _job_of_run(store, found) if loaded is None else loaded.job
-    job = canonical(with_added_sources(job, found.newest.state), found.newest.state)
+    own = job
+    job = canonical(with_added_sources(own, found.newest.state), found.newest.state)
+    refuse_kept_readers(job, own)
     name, row, epoch = parse_sample(sample, job.names)
     cursors = [(found.snapshots[0].step - 1, _cursor_in(oldest, name))]
     plans = ((r["step"], r["rows"] if "rows" in r else r["cursors"]) for r in found.records if r["kind"] == "plan")
@@ -578,10 +585,9 @@ def _job_of_run(store: str, found: FoundLineage) -> Job:
     text = open_place(store_path(store)).read(kept_job(found))
     if text is None:
         raise SpecError(f"the store {store!r} does not hold the job of its run, which has Python functions. Give JOB.")
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "job.yaml"
-        path.write_bytes(text)
-        return load_job_file(path).job
+    kept = read_kept_job(text)
+    refuse_kept_code(kept, HOOK_KINDS)  # no hook runs where a sample is only looked up
+    return kept.job
 
 
 def step_tables(shown: ShownStep, *, pictures: bool) -> list[RenderableType]:

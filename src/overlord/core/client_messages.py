@@ -305,6 +305,8 @@ class GetPlan(Request[PlanBytes], frozen=True):
     """Ask for the plan of a step."""
 
     step: int
+    kept: bool = False
+    """Only a plan that the planner holds: nothing is planned, drawn or written for the answer."""
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -709,6 +709,13 @@ class ServiceProgress(Message, frozen=True):
     of: int
 
 
+class ServiceOptionsKept(Message, frozen=True):
+    """Storage options of an added source, which its launcher gives to the process that replaces it."""
+
+    name: str
+    options: dict[str, Any]
+
+
 class ServiceReady(Message, frozen=True):
     """It serves."""
 

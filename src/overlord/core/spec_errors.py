@@ -18,7 +18,11 @@ Loc = tuple[Any, ...]
 Locate = Callable[[Loc], str]
 """Returns the file and line of a value, such as 'job.yaml:12'."""
 
-_SECRET_FIELDS = {"storage_options", "store_options"}  # their values may be passwords: never shown in a message
+_SECRET_FIELDS = {
+    "storage_options",
+    "store_options",
+    "source_options",
+}  # their values may be passwords: never shown in a message
 
 MOST_PROBLEMS = 20
 """Problems of one spec that are shown, at most."""

@@ -13,7 +13,7 @@ import base64
 import dataclasses
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +25,7 @@ from overlord.core.draw import Buffer, Limits
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.core.samples import SampleId
-from overlord.errors import OverlordError
+from overlord.errors import OverlordError, SpecError
 from overlord.planning.balancing.evenness import in_lockstep, over_ranks, rank_loads
 from overlord.planning.costs import llama_12b
 from overlord.planning.strategies import vanilla
@@ -42,6 +42,11 @@ KEPT_POINTS = 1800
 """Points of each line that a page gets when it is opened: half an hour."""
 PLAN_EVERY_S = 3.0
 """How often a plan is asked for at most: one of thousands of ranks has megabytes."""
+ASK_EVERY_S = 0.25
+"""How often plans of steps that a page names are asked for at most."""
+KEPT_PLANS = 4
+SILENCE_S = 10.0
+"""How long the service may take to answer."""
 SHOWN_FAULTS = 50
 LINE_POINTS = 600
 """Points of a line over the steps of a run: more than a screen shows."""
@@ -57,14 +62,16 @@ class Watch:
 
     def __init__(self, address: str, *, changes: bool = False) -> None:
         self.address = address
-        self._service = RunningService(lambda request: raised(ask_once(address, request)))
+        self._service = RunningService(lambda request: raised(ask_once(address, request, SILENCE_S)))
         self._changes = changes
         self._points: deque[list[float | None]] = deque(maxlen=KEPT_POINTS)
         self._looks: deque[tuple[float, dict[str, Any]]] = deque(maxlen=RATES_OVER)
         self._lock = threading.Lock()
         self._sparks: dict[str, deque[float]] = {}
         self._history: tuple[float, dict[str, Any]] | None = None
-        self._plan: tuple[float, int, LoadingPlan] | None = None
+        self._plans: OrderedDict[tuple[Any, int], LoadingPlan] = OrderedDict()
+        self._newest: tuple[float, LoadingPlan] | None = None
+        self._asked_at = 0.0
         self.newest = b"{}"
         """The newest look as JSON, with its point of the history."""
         self.number = 0
@@ -104,7 +111,7 @@ class Watch:
         """Return what `shown_balance` shows of a step; None where there is no plan so far.
 
         Raises:
-            OverlordError: The service does not answer, or does not keep the step.
+            OverlordError: The service does not answer, or does not have the plan.
         """
         plan = self.plan(step)
         with self._lock:
@@ -115,7 +122,7 @@ class Watch:
         """Return what `shown_samples` shows of a step; None where there is no plan so far.
 
         Raises:
-            OverlordError: The service does not answer, or does not keep the step.
+            OverlordError: The service does not answer, or does not have the plan.
             IndexError: There is no such bucket.
         """
         plan = self.plan(step)
@@ -135,23 +142,40 @@ class Watch:
         return shown_steering(held[1], faults, group)
 
     def plan(self, step: int | None = None) -> LoadingPlan | None:
-        """Return the plan of a step that the planner keeps; by default of the newest that a trainer has.
+        """Return the plan of a step that the planner has in memory; by default of the newest that a trainer has.
+
+        Nothing is planned for it, and the service is asked a few times a second at most.
 
         Raises:
-            OverlordError: The service does not answer, or does not keep the step.
+            OverlordError: The service does not answer, or does not have the plan.
         """
-        held = self._plan
-        if held is not None and (step == held[1] or (step is None and time.monotonic() - held[0] < PLAN_EVERY_S)):
-            return held[2]
+        if step is not None:
+            return self._kept(step)
+        if self._newest is not None and time.monotonic() - self._newest[0] < PLAN_EVERY_S:
+            return self._newest[1]
         with self._lock:
             status = self._looks[-1][1] if self._looks else {}
-        at = step if step is not None else newest_step(status)
+        at = newest_step(status)
         if at is None:
             return None
-        plan = self._service.plan_raw(at)
+        try:
+            plan = self._kept(at)
+        except SpecError:  # trainers are so far behind that the planner has dropped it
+            plan = self._kept(int(self._service.status()["planner"]["next_step"]) - 1)
+        self._newest = (time.monotonic(), plan)
+        return plan
+
+    def _kept(self, step: int) -> LoadingPlan:
+        with self._lock:
+            store = (self._looks[-1][1].get("store") or {}) if self._looks else {}
+        key = (store.get("lineage"), step)  # ranks that go back begin a lineage, with other plans
+        plan = self._plans.get(key)
         if plan is None:
-            return None
-        self._plan = (time.monotonic(), at, plan)
+            time.sleep(max(0.0, self._asked_at + ASK_EVERY_S - time.monotonic()))
+            self._asked_at = time.monotonic()
+            plan = self._plans[key] = self._service.kept_plan(step)
+            if len(self._plans) > KEPT_PLANS:
+                self._plans.popitem(last=False)
         return plan
 
     def change(self, name: str, value: Any, at_step: int | None) -> int:

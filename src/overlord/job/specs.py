@@ -136,6 +136,60 @@ class Join(Spec):
         return self
 
 
+PUBLIC_OPTIONS = frozenset(
+    {
+        "allow_bucket_creation", "allow_delayed_open", "anonymous", "buffer_size", "connect_timeout",
+        "endpoint_override", "force_virtual_addressing", "load_frequency", "project_id", "region", "request_timeout",
+        "retry_time_limit", "scheme", "session_name", "tls_ca_file_path",
+    }
+)  # fmt: skip
+"""Storage options that may be written down. Any other may be a credential: it stays in the memory of processes."""
+
+
+def secret_options(source: Source) -> dict[str, Any]:
+    """Return the storage options of a source that are never written down; those of its join under "join".
+
+    Example:
+        >>> secret_options(Source("a", "s3://b/a", storage_options={"region": "eu-west-1", "secret_key": "x"}))
+        {'secret_key': 'x'}
+    """
+    found = {name: value for name, value in source.storage_options.items() if not _is_public(name, value)}
+    joined = source.join.storage_options if source.join is not None else {}
+    of_join = {name: value for name, value in joined.items() if not _is_public(name, value)}
+    return found | ({"join": of_join} if of_join else {})
+
+
+def without_secrets(source: Source) -> Source:
+    """Return a source with only those of its storage options that may be written down.
+
+    Example:
+        >>> without_secrets(Source("a", "s3://b/a", storage_options={"region": "x", "secret_key": "y"})).storage_options
+        {'region': 'x'}
+    """
+    secret = secret_options(source)
+    if not secret:
+        return source
+    public = {name: value for name, value in source.storage_options.items() if name not in secret}
+    join = source.join
+    if join is not None:
+        kept = {name: value for name, value in join.storage_options.items() if name not in secret.get("join", {})}
+        join = join.replace(storage_options=kept)
+    return source.replace(storage_options=public, join=join)
+
+
+def with_options(source: Source, given: Mapping[str, Any]) -> Source:
+    """Return a source with further storage options; those of its join stand under "join"."""
+    own = {name: value for name, value in given.items() if name != "join"}
+    join, joined = source.join, given.get("join")
+    if joined is not None and join is not None:
+        join = join.replace(storage_options={**join.storage_options, **joined})
+    return source.replace(storage_options={**source.storage_options, **own}, join=join)
+
+
+def _is_public(name: str, value: object) -> bool:
+    return name in PUBLIC_OPTIONS and "@" not in str(value)  # http://user:password@host
+
+
 class Source(Spec):
     """One place samples come from: files of one kind with one kind of row.
 

@@ -30,7 +30,7 @@ from overlord.errors import OverlordError, SourceError
 from overlord.readers.files import StoredFile, verify_unchanged
 from overlord.readers.reader import BlockIndex, DamagedFile, Reader, reason_of, unreadable
 from overlord.readers.spill import HeldGroups
-from overlord.storage import replacing
+from overlord.storage import create_private, make_private, replacing
 
 logger = logging.getLogger("overlord")
 _VERSION = 2
@@ -216,8 +216,8 @@ def write_array(path: Path, table: npt.NDArray[Any]) -> None:
     """
     shape = _SHAPE.pack(_MAGIC, table.dtype.str.encode(), *table.shape)
     data = np.ascontiguousarray(table).tobytes()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as scratch, scratch.open("wb") as handle:
+    make_private(path.parent)
+    with replacing(path) as scratch, open(create_private(scratch), "wb") as handle:
         handle.write(shape + _CHECKSUM.pack(zlib.crc32(data, zlib.crc32(shape))) + data)
 
 

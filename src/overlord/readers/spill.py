@@ -50,6 +50,7 @@ from overlord.core.ragged import (
 )
 from overlord.errors import ReaderError
 from overlord.readers.reader import Int64s, Rows, reason_of
+from overlord.storage import make_private
 
 logger = logging.getLogger("overlord")
 
@@ -448,7 +449,7 @@ def _write(batches: Rows, place: SpillPlace) -> SpilledBlock | None:
 
 def _scratch_file(place: SpillPlace) -> Any:
     with _disk_errors(place):
-        place.folder.mkdir(parents=True, exist_ok=True)
+        make_private(place.folder)
         return tempfile.TemporaryFile(dir=place.folder)
 
 

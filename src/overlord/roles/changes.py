@@ -16,7 +16,9 @@ Rules of this file:
 5. A change that a caller asked for has an id. The same id again changes nothing: messages may arrive twice.
 6. A source keeps its number. An added source takes the next one, so sources are added in the order of their steps; a
    removed source leaves its row in the state.
-7. A mesh is not part of a state, which can be resumed on any mesh. Only a service that recovers from its own store
+7. Credentials of a source are in no journal and no state: a change names the storage options that are withheld, and
+   a process that goes on from it must be given their values.
+8. A mesh is not part of a state, which can be resumed on any mesh. Only a service that recovers from its own store
    repeats its meshes.
 """
 
@@ -33,7 +35,7 @@ from overlord.core.spec_errors import did_you_mean, is_finite, list_some
 from overlord.errors import SpecError, StateError
 from overlord.job.mixture_specs import MOST_WEIGHT
 from overlord.job.reconcile import Joining, mixtures_over
-from overlord.job.specs import Custom, Job, Mixture, Source
+from overlord.job.specs import Custom, Job, Mixture, Source, secret_options, without_secrets
 from overlord.stores.journal import Journal
 
 Report = Mapping[str, float]
@@ -64,6 +66,8 @@ class Change:
     """Global batches that are drawn and not delivered before step `at`."""
     add: Source | None = None
     """The source that is added, of kind "sources"."""
+    withheld: tuple[str, ...] = ()
+    """Names of its storage options that are not written down; a process that reads the change must be given them."""
     weight: float | None = None
     """Its weight relative to the mixture in force at `at`; None for the mean of the positive weights."""
     joins: bool = True
@@ -88,7 +92,9 @@ class Change:
         if self.mesh is not None:
             head |= {"mesh": self.mesh.sizes()} | ({} if self.hosts is None else {"hosts": self.hosts})
         elif self.add is not None:
-            head |= {"add": source_to_json(self.add), "weight": self.weight} | ({} if self.joins else {"joins": False})
+            withheld = sorted({*self.withheld, *secret_options(self.add)})
+            head |= {"add": source_to_json(without_secrets(self.add)), "weight": self.weight}
+            head |= ({} if self.joins else {"joins": False}) | ({"withheld": withheld} if withheld else {})
         elif self.kind == "sources":
             head["remove"] = self.source
         elif self.kind == "park":
@@ -131,7 +137,8 @@ class Change:
             if weight is not None and not (is_finite(weight) and 0 <= weight <= MOST_WEIGHT):
                 raise ValueError(f"weight {weight}")
             joins = bool(entry.get("joins", True))
-            return replace(found, add=Source.from_mapping(entry["add"]), weight=weight, joins=joins)
+            withheld = tuple(str(name) for name in entry.get("withheld", ()))
+            return replace(found, add=Source.from_mapping(entry["add"]), weight=weight, joins=joins, withheld=withheld)
         name = entry["remove" if kind == "sources" else "source"]
         if not isinstance(name, str):
             raise ValueError(f"source {name!r}")

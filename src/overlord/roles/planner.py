@@ -172,6 +172,23 @@ class Planner:
             self._plan_next()
         return self._plans.get(step)
 
+    def kept_plan(self, step: int) -> LoadingPlan:
+        """Return a plan that is in the cache; safe while another thread plans.
+
+        Raises:
+            SpecError: The step is not planned yet, or its plan is not in the cache any more.
+        """
+        plan, next_step = self._plans.get(step), self.next_step
+        if plan is not None:
+            return plan
+        if step >= next_step:
+            newest = f"the newest planned step is {next_step - 1}" if self._plans else "no step is planned yet"
+            raise SpecError(f"step {step} is not planned: {newest}. Steps are planned when trainers request them.")
+        raise SpecError(
+            f"the plan of step {step} is not in memory any more; only the last {CACHED_PLANS} or fewer are. Use "
+            f"`overlord steps show --store STORE --step {step}` for older ones."
+        )
+
     def summary_buffer(self, step: int) -> Buffer | None:
         """Return the input of a strategy for a step: its draw with the metadata; None past the end of the stream."""
         plan = self.plan_raw(step)

@@ -246,13 +246,20 @@ def status_of(address: str) -> dict[str, Any]:
     return raised(ask_once(address, msg.GetStatus())).content
 
 
-def ask_once(address: str, request: Request[R]) -> R | Failure:
+def ask_once(address: str, request: Request[R], within_s: float | None = None) -> R | Failure:
     """Ask a running service one thing without attaching to it; an error is an answer, see `raised`.
 
+    Args:
+        address: Of the service.
+        request: The question.
+        within_s: How long it may be silent; no limit if None.
+
     Raises:
-        ServiceLost: when it is gone.
+        ServiceLost: when it is gone, or silent for longer.
     """
     with connect_socket(address) as connection:
+        if within_s is not None:
+            expect_within(connection, within_s)
         send(connection, request)
         return receive(connection)[0]
 

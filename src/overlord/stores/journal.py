@@ -15,12 +15,14 @@ Rules of this file:
 from __future__ import annotations
 
 import json
+import re
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from pydantic_core import to_json
 
 from overlord.errors import StoreError
@@ -30,6 +32,7 @@ VERSION = 1
 
 Record = dict[str, Any]
 _UNWRITTEN = bytes(2)
+_NAME = re.compile(r"journal-[0-9]{6,18}-[0-9]{8,18}")
 
 
 @dataclass(slots=True)
@@ -238,7 +241,7 @@ def encode(record: Mapping[str, Any]) -> bytes:
 
 def read_journal(place: Place, folder: str, first: str = "") -> FoundJournal:
     """Read the good records of a lineage's journal, from a segment on, in the order in which they were written."""
-    names = sorted(name for name in place.names(folder) if name.startswith("journal-") and name >= first)
+    names = sorted(name for name in place.names(folder) if _NAME.fullmatch(name) and name >= first)
     parts = {name: list(_lines(place.read(f"{folder}/{name}") or b"")) for name in names}
     valid = _valid_bytes(parts)
     records: list[Record] = []
@@ -285,6 +288,64 @@ def _lines(data: bytes) -> Iterator[tuple[int, Record | None]]:
         line, at = data[at:end], end + 1
         head, _, body = line.partition(b" ")
         if head == b"%08x" % zlib.crc32(body):
-            yield at, json.loads(body)
+            yield at, _record_in(body)
         elif _UNWRITTEN not in line:
             yield at, None
+
+
+def _record_in(body: bytes) -> Record | None:
+    """Return a record; None for what no journal writes, though its checksum fits."""
+    try:
+        found = json.loads(body)
+        kind = found["kind"]
+        if kind.startswith("change."):
+            kind = "change"
+        return found if msgspec.convert(found, _FORMS.get(kind, _Any)) is not None else None
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):  # a ValidationError is a ValueError
+        return None
+
+
+_Step = Annotated[int, msgspec.Meta(ge=-1, le=1 << 60)]
+_Cell = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
+class _Any(msgspec.Struct, frozen=True):
+    step: _Step
+
+
+class _Segment(_Any, frozen=True):
+    before: dict[str, int]
+    cut: dict[str, int]
+
+
+class _Report(_Any, frozen=True):
+    metrics: dict[str, float | None]
+
+
+class _Plan(_Any, frozen=True):
+    order: str
+    plan: str
+    rows: dict[str, list[_Cell]] | None = None
+    cursors: dict[str, list[_Cell]] | None = None
+    mixer: dict[str, Any] | None = None
+
+
+class _Verdict(_Any, frozen=True):
+    source: str
+    row: _Cell
+    reason: str
+    epoch: _Cell = 0
+
+
+class _Change(_Any, frozen=True):
+    at: _Step
+
+
+class _Rewind(_Any, frozen=True):
+    mesh: dict[str, Any]
+
+
+_FORMS: dict[str, type[_Any]] = {
+    "segment": _Segment, "report": _Report, "plan": _Plan, "verdict": _Verdict, "change": _Change, "rewind": _Rewind,
+}  # fmt: skip
+"""What the records of each kind hold at least; what a change says is checked where it is read."""

@@ -5,7 +5,10 @@ Rules of this file:
    not at all.
 2. An object store has no append and no exclusive creation. Appending writes one object after the other; creating writes
    an object under a unique name, and fails if there is another one of the same base name.
-3. Every failure is a StoreError that says what failed, what it causes, and what to do. Nothing is retried here.
+3. A local store is private: folders that are made here have mode 0700, files 0600, whatever the umask. Only plain
+   files and folders count: links, pipes and devices are neither listed nor opened, and files beyond any size that a
+   store can have are not read.
+4. Every failure is a StoreError that says what failed, what it causes, and what to do. Nothing is retried here.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,10 +27,12 @@ import pyarrow as pa
 from pyarrow import fs
 
 from overlord.errors import SpecError, StoreError
-from overlord.storage import StorageOptions, filesystem_of, replacing
+from overlord.storage import StorageOptions, create_private, filesystem_of, make_private, replacing
 
 ROOM = 1 << 16
 """Zeros written ahead of appended data: syncing into existing bytes does not wait for a change of the file's size."""
+MOST_BYTES = 256 << 20
+"""Bytes of a file of a local store; the largest have a few megabytes."""
 ATTEMPTS = 2
 """How often a request to an object store is tried: the runtime retries the whole operation, and logs it."""
 
@@ -147,7 +153,7 @@ class LocalPlace:
         self.name = str(folder)
         self._folder = folder
         with _asking(self.name, "be written"):
-            folder.mkdir(parents=True, exist_ok=True)
+            make_private(folder)
 
     def write(self, name: str, data: bytes) -> None:
         """Write a scratch file, then rename it: a reader sees the old file or the new one."""
@@ -175,16 +181,26 @@ class LocalPlace:
     def open_append(self, name: str) -> Appender:
         target = self._target(name)
         with _asking(self.name, "be written"):
-            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            descriptor = create_private(target)
             _sync_folder(target.parent)
         return _LocalAppender(self.name, descriptor)
 
     def read(self, name: str) -> bytes | None:
         with _asking(self.name, "be read"):
             try:
-                return (self._folder / name).read_bytes()
+                # O_NONBLOCK: a pipe without a writer would be waited for.
+                descriptor = os.open(self._folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             except FileNotFoundError:
                 return None
+            with open(descriptor, "rb") as file:
+                found = os.fstat(descriptor)
+                if not stat.S_ISREG(found.st_mode):
+                    raise OSError(errno.EINVAL, f"{name} is not a plain file")
+                if found.st_size > MOST_BYTES:
+                    raise OSError(
+                        errno.EFBIG, f"{name} has {found.st_size:,} bytes, and no file of a store has so many"
+                    )
+                return file.read()
 
     def exists(self, name: str) -> bool:
         # Called for every durable record; `os.path.exists` takes three times as long.
@@ -198,10 +214,13 @@ class LocalPlace:
                     found = [entry for entry in entries if not entry.name.startswith(".")]
             except FileNotFoundError:
                 return {}
-            sizes = {}
+            sizes: dict[str, int] = {}
             for entry in found:
                 with contextlib.suppress(FileNotFoundError):  # removed since it was listed
-                    sizes[entry.name + "/" * entry.is_dir()] = 0 if entry.is_dir() else entry.stat().st_size
+                    if entry.is_dir(follow_symlinks=False):
+                        sizes[f"{entry.name}/"] = 0
+                    elif entry.is_file(follow_symlinks=False):
+                        sizes[entry.name] = entry.stat().st_size
             return sizes
 
     def written_at(self, name: str) -> float | None:
@@ -222,13 +241,16 @@ class LocalPlace:
         target = self._folder / name
         if "/" in name:
             with _asking(self.name, "be written"):
+                if target.parent.is_symlink():
+                    raise OSError(errno.ELOOP, f"{target.parent.name} is a link, which would lead out of the store")
                 if not target.parent.is_dir():
-                    target.parent.mkdir(exist_ok=True)  # not the store's own folder, which may be unmounted
+                    target.parent.mkdir(mode=0o700, exist_ok=True)  # not the store's own folder: it may be unmounted
+                    target.parent.chmod(0o700)
                     _sync_folder(self._folder)
         return target
 
     def _put(self, path: Path, data: bytes) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        descriptor = create_private(path)
         try:
             _write_all(descriptor, data, 0)
             os.fsync(descriptor)
@@ -356,7 +378,7 @@ def _link(scratch: Path, target: Path, data: bytes) -> None:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
         # No hard links here: exclusive creation decides, and a concurrent reader may find the file empty.
-        with target.open("xb") as file:
+        with open(create_private(target), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

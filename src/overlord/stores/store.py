@@ -35,6 +35,7 @@ KEPT_LINEAGES = 4
 CLOSED = "closed"
 """The kind of the record that ends the journal of a store that was closed: no plan record is missing."""
 _JOB = "job.yaml"
+_COPIED = ("snapshot-", "journal-", "loaders-", "history-")
 _BESIDE = {"loaders": 2, "history": 1}
 """How many files of the loaders' counters, and of the history of metrics, are kept."""
 KEEP = 256
@@ -89,14 +90,17 @@ class Snapshot:
             StateError: Another version of overlord wrote it.
         """
         given = read_checked(data)
-        if given is None:
+        if not isinstance(given, dict):
             return None
-        if given["version"] != VERSION:
+        if given.get("version") != VERSION:
             raise StateError(
-                f"{where} is a snapshot of version {given['version']!r}, this overlord reads version {VERSION}; it "
-                "would be misread. Resume with the overlord that wrote it, or launch with another store."
+                f"{where} is a snapshot of version {given.get('version')!r:.20}, and this overlord reads version "
+                f"{VERSION}; it would be misread. Resume with the overlord that wrote it, or launch with another store."
             )
-        return cls(given["state"], given["first_step"], given["service"], given["segment"], given["horizon"])
+        kinds = {"state": dict, "first_step": int, "service": str, "segment": str, "horizon": int}
+        if not all(isinstance(given.get(name), kind) for name, kind in kinds.items()):
+            return None
+        return cls(**{name: given[name] for name in kinds}) if isinstance(given["state"].get("step"), int) else None
 
 
 def checked_json(given: Any) -> bytes:
@@ -108,7 +112,10 @@ def checked_json(given: Any) -> bytes:
 def read_checked(data: bytes) -> Any:
     """Read what `checked_json` wrote; None when it is damaged."""
     head, _, body = data.partition(b"\n")
-    return json.loads(body) if head == b"%08x" % zlib.crc32(body) else None
+    try:
+        return json.loads(body) if head == b"%08x" % zlib.crc32(body) else None
+    except (ValueError, RecursionError):  # the checksum of a file that no store wrote may fit
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +185,12 @@ def kept_job(found: FoundLineage) -> str:
 
 
 def copy_lineages(place: Place, target: Place) -> None:
-    """Copy what a stream can go on from to another place, which then has no owner."""
+    """Copy what a stream can go on from to another place, which then has no owner; nothing else that lies there."""
     for number in _lineages(place):
         folder = _folder(number)
         for name in place.names(folder):
+            if not name.startswith(_COPIED) or name.endswith("/"):
+                continue
             data = place.read(f"{folder}/{name}")
             if data is not None:  # it was removed meanwhile: a run goes on there
                 target.write(f"{folder}/{name}", data)
@@ -423,7 +432,7 @@ def _read_lineage(place: Place, number: int) -> FoundLineage | None:
         return None
     first = min(snapshot.segment for snapshot in snapshots)
     saved = (read_checked(data) for _, data in _newest_first(place, folder, sizes, "loaders-"))
-    loaders: Mapping[str, Any] = next((found for found in saved if found is not None), {})
+    loaders: Mapping[str, Any] = next((found for found in saved if isinstance(found, dict)), {})
     return FoundLineage(number, snapshots, read_journal(place, folder, first), loaders, sizes)
 
 
@@ -435,5 +444,5 @@ def _newest_good(place: Place, number: int) -> Snapshot | None:
 
 def _newest_first(place: Place, folder: str, names: Iterable[str], prefix: str) -> Iterator[tuple[str, bytes]]:
     """Yield the full name and the content of the files of a lineage with a prefix; their names sort as steps do."""
-    for name in sorted((name for name in names if name.startswith(prefix)), reverse=True):
+    for name in sorted((name for name in names if name.startswith(prefix) and name[-1] != "/"), reverse=True):
         yield f"{place.name}/{folder}/{name}", place.read(f"{folder}/{name}") or b""

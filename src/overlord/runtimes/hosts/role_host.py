@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import stat
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 from overlord.core.messages import AddedSource, Alive, Close, Nothing, Prepare
 from overlord.errors import SpecError
-from overlord.job.specs import Job, Source
+from overlord.job.specs import Job, Source, secret_options
 from overlord.runtimes.hosts.peers import Blobs
 from overlord.runtimes.hosts.prefetch import Executors, ThreadWorkers
 from overlord.runtimes.hosts.shared_planner import Pace
@@ -144,8 +145,12 @@ class RoleHost:
         return Nothing()
 
     def _with_added(self, prepared: Prepared, message: Prepare) -> Prepared:
+        given = dict(self._options.source_options)
         for added in message.added:
-            prepared = with_source(prepared, Source.from_mapping(added.source))
+            source = Source.from_mapping(added.source)
+            prepared = with_source(prepared, source)
+            given[source.name] = secret_options(source)  # a planner meets the source in its journal, without them
+        self._options = dataclasses.replace(self._options, source_options=given)
         return prepared
 
     def _learn_source(self, message: AddedSource) -> bool:

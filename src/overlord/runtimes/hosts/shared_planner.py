@@ -571,6 +571,8 @@ class SharedPlanner:
             return Document(self._status())
         if isinstance(request, msg.GetWorkload):  # without the lock: it is asked for when a planner waits for loaders
             return Document({**workload(self._planner, request.ahead), "waited_s": self._waited_s()})
+        if isinstance(request, msg.GetPlan) and request.kept:  # without the lock too: it is asked for by onlookers
+            return msg.PlanBytes(bytes(plan_to_bytes(self._planner.kept_plan(request.step))))
         if isinstance(request, msg.GetHistory):
             with self._changed:
                 both = (self._planner.inputs.history, self._measured)

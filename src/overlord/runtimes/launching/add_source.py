@@ -32,7 +32,7 @@ from overlord.core.messages import (
 from overlord.core.order import BEGIN
 from overlord.core.samples import Cursor
 from overlord.errors import OverlordError, SpecError
-from overlord.job.specs import Source
+from overlord.job.specs import Source, secret_options
 from overlord.readers.source_files import SourceFiles
 from overlord.roles.assignment import NO_HOST, Assignment
 from overlord.roles.changes import source_to_json
@@ -50,6 +50,7 @@ from overlord.runtimes.launching.deployment import (
     warm_job,
 )
 from overlord.runtimes.launching.resume import canonical
+from overlord.runtimes.launching.service_options import KeepOptions
 from overlord.runtimes.supervision.role_table import RoleTable
 from overlord.transforms.samples.chat import inline_templates
 from overlord.transforms.samples.per_sample import Workers
@@ -62,6 +63,8 @@ class AddedSources:
 
     def __init__(self, table: RoleTable) -> None:
         self._table = table
+        self.keep: KeepOptions = lambda name, options: None
+        """Told of a source before it is written down, with those of its storage options that are not."""
         self._first = len(table.assignment.primary)
         self._added: list[dict[str, Any]] = []
         self.facts: dict[str, SourceFacts] = {}
@@ -95,6 +98,7 @@ class AddedSources:
                     if site.role != "planner":
                         mine = site.role == "loader" and site.number in (primary, shadow)
                         self._ask(site.name, "add_source", AddedSource(request.source, mine))
+                self.keep(opened.name, secret_options(Source.from_mapping(request.source)))
                 return self._ask(PLANNER, "add_source", AdmitSource(request, opened.fact)).step
             except OverlordError as error:
                 made = self._ask(PLANNER, "added_at", FindChange(request.id)).step

@@ -52,6 +52,7 @@ from overlord.runtimes.launching.resume import (
     names_gone,
     names_to_come,
     with_added_sources,
+    with_source_options,
     without_files,
 )
 from overlord.runtimes.launching.service_options import Progress, ServiceOptions
@@ -423,7 +424,7 @@ def prepare(
     """
     state = state or options.numbering or options.state
     gone = names_gone(job, state)
-    job = canonical(with_added_sources(job, state), state)
+    job = with_source_options(canonical(with_added_sources(job, state), state), options, state, job)
     tokenizer = TextTokenizer(job.tokenizer) if job.tokenizer else None
     if tokenizer is not None:
         job = inline_templates(job, tokenizer)

@@ -171,7 +171,12 @@ class InlineService:
         names, world = canonical(with_added_sources(self._job, numbering), numbering).names, options.mesh.world_size
         sites = place_here(options.cluster, world_size=world, names=names, threads=1)
         self._supervisor = self._make_supervisor(sites)
+        self._supervisor.added.keep = self._keep_options
         self._supervisor.begin(self._progress)
+
+    def _keep_options(self, name: str, secret: Mapping[str, Any]) -> None:
+        given = {**self._options.source_options, name: secret}
+        self._options = dataclasses.replace(self._options, source_options=given)
 
     def _make_supervisor(self, sites: Sequence[Site]) -> Supervisor:
         engine = DirectEngine(self._make_role, environment=self._environment)

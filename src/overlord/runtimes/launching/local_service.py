@@ -18,7 +18,7 @@ from overlord.readers.parquet_footer import warm_footer
 from overlord.runtimes.hosts.role_host import RoleEnvironment, RoleHost
 from overlord.runtimes.launching.cluster_placement import place_here
 from overlord.runtimes.launching.deployment import tell_of_compiling
-from overlord.runtimes.launching.service_options import Progress, pack
+from overlord.runtimes.launching.service_options import KeepOptions, Progress, pack
 from overlord.runtimes.supervision.child import Limits
 from overlord.runtimes.supervision.fork_server import start_template
 from overlord.runtimes.supervision.service_process import run_service
@@ -31,14 +31,14 @@ from overlord.runtimes.transport.role_endpoint import ROLES
 
 
 @contextlib.contextmanager
-def serving(bundle: bytes, folder: Path, progress: Progress) -> Iterator[str]:
+def serving(bundle: bytes, folder: Path, progress: Progress, keep: KeepOptions) -> Iterator[str]:
     """Serve a job with threads of this process, or with processes of this host."""
     job, options, names = unbundled(bundle, folder)
     check_file_limit(options.mesh.world_size)
     sites = place_here(options.cluster, world_size=options.mesh.world_size, names=names, threads=options.threads)
     if options.cluster is not None:
         processes = ProcessEngine(pack(job, options), folder, hosts=1, limits=Limits(options.heartbeat_s))
-        with supervised(processes, sites, options, folder, progress) as address:
+        with supervised(processes, sites, options, folder, progress, keep) as address:
             yield address
         return
 
@@ -46,7 +46,7 @@ def serving(bundle: bytes, folder: Path, progress: Progress) -> Iterator[str]:
         return ROLES[site["role"]](job, options, str(folder), site, peer_client, None, environment)
 
     threads = ThreadEngine(make, ThreadEnvironment("local", options, progress))
-    with supervised(threads, sites, options, folder, progress) as address:
+    with supervised(threads, sites, options, folder, progress, keep) as address:
         try:
             yield address
         finally:

@@ -21,10 +21,11 @@ from typing import Any
 
 from overlord.core.metric_history import MetricHistory
 from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.spec_errors import did_you_mean, list_some
 from overlord.core.states import StreamState, check_form, restricted_parts
-from overlord.errors import Fenced, StateError
+from overlord.errors import Fenced, SpecError, StateError
 from overlord.job.reconcile import number_names
-from overlord.job.specs import Job
+from overlord.job.specs import Job, Source, with_options
 from overlord.roles.changes import ROSTER_KINDS, Change, InputLog, changes_from_json, roster_log
 from overlord.roles.drawer import Drawer
 from overlord.roles.poisoned_rows import PoisonedRows
@@ -392,6 +393,70 @@ def with_added_sources(job: Job, state: Mapping[str, Any] | None) -> Job:
     log = roster_log(state["changes"])
     new = [change.add for change in log if change.add is not None and change.add.name not in job.names]
     return job.replace(sources=[*job.sources, *new]) if new else job
+
+
+def with_source_options(job: Job, options: ServiceOptions, state: Mapping[str, Any] | None, own: Job) -> Job:
+    """Return a job whose sources have the storage options that the launch gives for them by name.
+
+    Args:
+        job: The job, with the sources that came while its stream ran.
+        options: Those of the launch.
+        state: The state that those sources are known from.
+        own: The job as it was launched.
+
+    Raises:
+        SpecError: A source was added with options that were not written down, and they are not given; or options are
+            given for a source that there is not.
+    """
+    given = options.source_options
+    refuse_kept_readers(job, own, given)
+    gone = names_gone(own, state)
+    log = () if state is None else roster_log(state["changes"])
+    for change in log:
+        name = "" if change.add is None else change.add.name
+        if change.withheld and name not in {*given, *gone, *own.names}:
+            raise SpecError(
+                f"source {name!r} was added while the run went on, with the storage options "
+                f"{', '.join(change.withheld)}, which are never written to a store or a state; it cannot be opened. "
+                f"Give them again: ol.launch(.., source_options={{{name!r}: {{..}}}}), or source_options in the launch "
+                "section of the job file. Give {} where the environment has the credentials."
+            )
+    unknown = next((name for name in given if name not in job.names), None)
+    if unknown is not None and not options.recover:  # what a crash kept from being journaled is known to the launcher
+        raise SpecError(
+            f"source_options: there is no source {unknown!r}; its options would not be used."
+            f"{did_you_mean(unknown, job.names)} Sources: {list_some(job.names)}."
+        )
+    if not given:
+        return job
+    return job.replace(sources=[with_options(one, given.get(one.name, {})) for one in job.sources])
+
+
+def refuse_kept_readers(job: Job, own: Job, known: Collection[str] = ()) -> None:
+    """Refuse readers of the user's that only a store or a state names: what is read there must not choose code.
+
+    Args:
+        job: The job, with the sources that came while its stream ran.
+        own: The job as it was launched, which may name any reader.
+        known: Sources that the running service was given itself.
+
+    Raises:
+        SpecError: A source that was added has a reader of its own that the job does not name.
+    """
+    named = {format for source in own.sources for format in _formats_of(source)}
+    for source in job.sources:
+        if source.name not in {*own.names, *known}:
+            for format in _formats_of(source):
+                if ":" in format and format not in named:
+                    raise SpecError(
+                        f"source {source.name!r} was added while the run went on, with the reader {format!r}, and "
+                        "code is not taken from a store or a state. Put the source into the job."
+                    )
+
+
+def _formats_of(source: Source) -> list[str]:
+    formats = (source.format, None if source.join is None else source.join.format)
+    return [format for format in formats if format is not None]
 
 
 def names_gone(job: Job, state: Mapping[str, Any] | None) -> frozenset[str]:

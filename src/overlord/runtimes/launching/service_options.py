@@ -38,6 +38,11 @@ Progress = Callable[[str, int, int], None]
 """Told (what is being done, how much is done, of how much)."""
 
 
+KeepOptions = Callable[[str, Mapping[str, Any]], None]
+"""Told the storage options of an added source that no store may hold, by its name: whatever starts the service again
+must give them back."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceOptions:
     """Everything of a launch that does not change which samples are drawn."""
@@ -69,6 +74,8 @@ class ServiceOptions:
     """Where the journal and the snapshots go: a folder, or a URL of a filesystem that pyarrow knows."""
     store_options: Mapping[str, str | int | float | bool] = field(default_factory=dict[str, str | int | float | bool])
     """Credentials and the like of a store that is a URL."""
+    source_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    """Storage options by source, beside those that the job has; of added sources, those that are not written down."""
     job_text: str | None = None
     """The job and its launch as a job file, for the store; None without a store, or if they hold Python functions."""
     keep: int = 256

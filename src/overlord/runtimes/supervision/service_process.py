@@ -41,12 +41,12 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 
 from overlord.core.client_messages import Beat, Failure, GetStatus, Request
-from overlord.core.messages import ServiceProgress, ServiceReady, ServiceStarts
+from overlord.core.messages import ServiceOptionsKept, ServiceProgress, ServiceReady, ServiceStarts
 from overlord.errors import ClosedError, Fenced, OverlordError, Rewound, ServiceLost, SpecError, StoreError
 from overlord.job.specs import Job
 from overlord.roles.client import Client
 from overlord.runtimes.client_feed import ask_once, connect, write_failure
-from overlord.runtimes.launching.service_options import Progress, ServiceOptions, pack
+from overlord.runtimes.launching.service_options import KeepOptions, Progress, ServiceOptions, pack
 from overlord.runtimes.supervision.child import LIMITS, Backoff, ChildProcess, Limits, Liveness, Restarts
 from overlord.runtimes.supervision.cleanup import set_up_process
 from overlord.runtimes.supervision.early_start import start_service, take_started
@@ -82,10 +82,10 @@ RAY_ENVIRONMENT = {
 CPU than other processes; it warns of its plans; and any call after its end starts another cluster."""
 
 
-ServiceEvent = ServiceStarts | ServiceProgress | ServiceReady | Failure
+ServiceEvent = ServiceStarts | ServiceProgress | ServiceReady | ServiceOptionsKept | Failure
 _events = msgspec.json.Decoder(ServiceEvent)
 
-Serving = Callable[[bytes, Path, Progress], AbstractContextManager[str]]
+Serving = Callable[[bytes, Path, Progress, KeepOptions], AbstractContextManager[str]]
 """Starts what a bundle describes; the context gives the address, and its end is the end of the service. An
 OverlordError that is raised in the context ends there: clients that wait are told it, by default a ClosedError."""
 
@@ -98,8 +98,8 @@ class StartOrder:
     environment: Mapping[str, str]
     first: bytes
     """The job and the options for the first process."""
-    again: bytes
-    """Those for a process that replaces one that died."""
+    again: Callable[[Mapping[str, Mapping[str, Any]]], bytes]
+    """Returns those for a process that replaces one that died, from the storage options that it had been given."""
     close_s: float
     """How long it may take to close before it is killed."""
     limits: Limits
@@ -139,6 +139,8 @@ class ServiceChild(ChildProcess):
         """The error for which it cannot go on, as it reported it."""
         self.served = -1
         """The newest step that a client is known to have come to."""
+        self.kept: dict[str, Mapping[str, Any]] = {}
+        """Storage options of sources that were added while it ran."""
         self.rewound = False
         """Whether it ends because all ranks go back to an earlier step."""
 
@@ -280,6 +282,8 @@ class ServiceChild(ChildProcess):
             self.liveness.heard(now, expect=False)  # the heartbeat asks from now on
         elif isinstance(event, Failure):
             self.error = error_of(event)
+        elif isinstance(event, ServiceOptionsKept):
+            self.kept[event.name] = event.options
         elif isinstance(event, ServiceProgress):
             if event.what == SERVED:
                 self.served = max(self.served, event.done)
@@ -305,6 +309,7 @@ class ServiceSupervisor:
         self._restarts = Restarts(MOST_RESTARTS, order.limits.service_steady)
         self._backoff = Backoff(1.0, 5.0, self._sleep)
         self._served = -1
+        self._kept: dict[str, Mapping[str, Any]] = {}
         self._process = self._start(order.first, started.process)
 
     @property
@@ -477,8 +482,9 @@ class ServiceSupervisor:
                 self._process.pid, self._process.ended, self.restarts,
             )  # fmt: skip
         self._process.end(0.0)
+        self._kept |= self._process.kept
         try:
-            self._process = self._start(self._order.again)
+            self._process = self._start(self._order.again(self._kept))
         except OSError as error:
             self._process.ended = f"could not be started again ({error})"
             self._sleep(LOOK_EVERY_S)
@@ -518,10 +524,14 @@ class ServiceProcess:
         close_s: float | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        again = dataclasses.replace(options, recover=True)
+
+        def again(kept: Mapping[str, Mapping[str, Any]]) -> bytes:
+            given = {**options.source_options, **kept}
+            return pack(job, dataclasses.replace(options, recover=True, source_options=given))
+
         limits = Limits(options.heartbeat_s)
         close_s = close_s or limits.service_close
-        order = StartOrder(module, environment or {}, pack(job, options), pack(job, again), close_s, limits)
+        order = StartOrder(module, environment or {}, pack(job, options), again, close_s, limits)
         try:
             self._supervisor = ServiceSupervisor(order)
         except OSError as error:
@@ -648,8 +658,12 @@ def run_service(serving: Serving) -> None:
             stopping.request(Rewound("the service goes back to an earlier step and is being started again; ask again"))
 
     ready = False
+
+    def keep(name: str, options: Mapping[str, Any]) -> None:
+        tell(ServiceOptionsKept(name, dict(options)))
+
     try:
-        with _signs_of_life(tell) as started, serving(bundle, folder, progress) as address:
+        with _signs_of_life(tell) as started, serving(bundle, folder, progress, keep) as address:
             started()  # from now on heartbeats are answered
             stopping.listen()  # an engine may have taken the signals for itself
             tell(ServiceReady(address))

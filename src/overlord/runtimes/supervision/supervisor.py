@@ -59,7 +59,7 @@ from overlord.runtimes.launching.add_source import AddedSources
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.launching.deployment import check_launch
 from overlord.runtimes.launching.resume import canonical, peek, with_added_sources
-from overlord.runtimes.launching.service_options import Progress, ServiceOptions, unpack
+from overlord.runtimes.launching.service_options import KeepOptions, Progress, ServiceOptions, unpack
 from overlord.runtimes.supervision.child import Backoff, Limits, Liveness
 from overlord.runtimes.supervision.role_table import MOST_TRIES, RoleInstance, RoleTable
 from overlord.runtimes.supervision.service_process import REWOUND, SERVED
@@ -175,7 +175,8 @@ class Supervisor:
         cluster = options.cluster is not None and options.cluster.engine == "ray"
         self.trainers = TrainerHosts(self.table, engine, self._start, self._limits, cluster=cluster)
         """Starts and ends constructor hosts."""
-        self._added = AddedSources(self.table)
+        self.added = AddedSources(self.table)
+        """Adds sources."""
         self._closing = threading.Event()
         self._idle = idle or self._closing.wait
         self._replacing: list[threading.Thread] = []
@@ -232,7 +233,7 @@ class Supervisor:
     def ask(self, request: Request[Any]) -> Any:
         """Answer the owner of the service: its planner does."""
         if isinstance(request, AddSource):
-            return ChangedAt(self._added.add(request))
+            return ChangedAt(self.added.add(request))
         if isinstance(request, Reshard) and request.hosts is not None:
             return self.trainers.reshard(request)
         if not isinstance(request, GetStatus):
@@ -441,7 +442,7 @@ class Supervisor:
         def call(method: str, message: Message) -> Any:
             return unwrap(starting.answer(peer.ask(method, message)))
 
-        added, facts = self._added.told(one.site, self.table.assignment), self._facts | self._added.facts
+        added, facts = self.added.told(one.site, self.table.assignment), self._facts | self.added.facts
         if one.site.role == "loader":
             check_same_files(facts, call("open", added).facts)
             call("begin", self._positions_now())
@@ -774,7 +775,7 @@ def unbundled(bundle: bytes, folder: Path) -> tuple[Job, ServiceOptions, list[st
 
 @contextlib.contextmanager
 def supervised(
-    engine: Engine, sites: Sequence[Site], options: ServiceOptions, folder: Path, progress: Progress
+    engine: Engine, sites: Sequence[Site], options: ServiceOptions, folder: Path, progress: Progress, keep: KeepOptions
 ) -> Iterator[str]:
     """Start the roles of a service, supervise them, and end them with the context; gives the address."""
     supervisor = Supervisor(
@@ -784,6 +785,7 @@ def supervised(
         served=lambda step: progress(SERVED, step, step),
         rewound=lambda: progress(REWOUND, 0, 1),
     )
+    supervisor.added.keep = keep
     scaler = service_scaler(options, supervisor.ask, supervisor.hosts.workload, supervisor.hosts.resize)
 
     def answer(request: Request[Any]) -> tuple[Any, list[int]]:

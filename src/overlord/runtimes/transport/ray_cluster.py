@@ -44,7 +44,7 @@ from overlord.runtimes.launching.cluster_placement import (
     place,
     room_for,
 )
-from overlord.runtimes.launching.service_options import Progress, ServiceOptions, pack
+from overlord.runtimes.launching.service_options import KeepOptions, Progress, ServiceOptions, pack
 from overlord.runtimes.supervision.child import LIMITS, Limits
 from overlord.runtimes.supervision.service_process import run_service
 from overlord.runtimes.supervision.supervisor import supervised, unbundled
@@ -319,7 +319,7 @@ def _attached(sources: int, options: ServiceOptions, folder: Path) -> Iterator[N
 
 
 @contextlib.contextmanager
-def serving(bundle: bytes, folder: Path, progress: Progress) -> Iterator[str]:
+def serving(bundle: bytes, folder: Path, progress: Progress, keep: KeepOptions) -> Iterator[str]:
     """Serve a job on a cluster."""
     job, options, names = unbundled(bundle, folder)
     assert options.cluster is not None, "a launch on Ray says how"
@@ -330,7 +330,7 @@ def serving(bundle: bytes, folder: Path, progress: Progress) -> Iterator[str]:
             loader_cpus=options.threads,
         )  # fmt: skip
         engine = RayEngine(pack(job, options), folder, sites, Limits(options.heartbeat_s))
-        with supervised(engine, sites, options, folder, progress) as address:
+        with supervised(engine, sites, options, folder, progress, keep) as address:
             yield address
 
 
