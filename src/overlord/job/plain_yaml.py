@@ -71,7 +71,7 @@ def check_yaml(text: str) -> None:
             if anchor is not None:
                 sizes[anchor] = count - before
         elif isinstance(event, yaml.AliasEvent):
-            named = sizes.get(event.anchor, 1)  # the loader says that there is no such anchor
+            named = sizes.get(event.anchor or "", 1)  # the loader says that there is no such anchor
             if named is None:
                 raise TooMuchYaml(f"has an alias inside of what it names (*{event.anchor})")
             count += named
