@@ -28,6 +28,7 @@ import yaml
 from overlord.core.spec_errors import MOST_PROBLEMS, Loc, Locate, did_you_mean, follow, in_yaml, nearest
 from overlord.errors import OverlordError, SpecError, joined
 from overlord.job.hook_specs import HOOK_KINDS, JOB_FILE_MODULE, search_beside
+from overlord.job.plain_yaml import SafeLoader, TooMuchYaml, check_yaml
 from overlord.job.spec_model import Spec, describe_schema, field_docs
 from overlord.job.specs import (
     Audio,
@@ -252,11 +253,12 @@ def _parse_yaml(file: Path) -> tuple[dict[Any, Any], yaml.Node]:
     """Return what a YAML file holds, and its nodes, which know their lines."""
     text = read_text(file)
     try:
-        root = cast("yaml.Node | None", yaml.compose(text, Loader=yaml.SafeLoader))  # type: ignore[reportUnknownMemberType]
+        check_yaml(text)
+        root = cast("yaml.Node | None", yaml.compose(text, Loader=SafeLoader))  # type: ignore[reportUnknownMemberType]
         data: object = None
         if root is not None:
             _refuse_double_keys(root, file)
-            data = yaml.safe_load(text)
+            data = yaml.load(text, SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark, begin = error.problem_mark or error.context_mark, error.context_mark
         line = f":{mark.line + 1}" if mark else ""
@@ -264,6 +266,11 @@ def _parse_yaml(file: Path) -> tuple[dict[Any, Any], yaml.Node]:
         raise SpecError(
             f"{file}{line}: this is not plain YAML: {error.problem or error.context}{inside}. "
             "Look at the indentation, quotes and colons of this line and the one before."
+        ) from None
+    except TooMuchYaml as error:
+        raise SpecError(
+            f"{file}: this file {error}; building it could take more memory than the host has. Write the values out, "
+            "without aliases, and hundreds of sources as a manifest."
         ) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise SpecError(f"{file}: this is not YAML: {error}. Write the file anew as plain text.") from None

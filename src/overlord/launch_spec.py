@@ -27,6 +27,7 @@ from overlord.job.layout_specs import (
     Placement,
     Runtime,
 )
+from overlord.job.plain_yaml import load_yaml
 from overlord.job.reconcile import Reconcile
 from overlord.job.spec_model import Spec, Word, as_bytes, as_number, below, one_of, real, whole
 from overlord.planning.checking import Strategy
@@ -52,7 +53,7 @@ def mapping_or_name(value: object) -> object:
     if not isinstance(value, str):
         return value
     try:
-        data = yaml.safe_load(value)
+        data = load_yaml(value)
     except yaml.YAMLError:
         data = value
     return cast("object", data) if isinstance(data, Mapping) else value

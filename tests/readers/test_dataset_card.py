@@ -13,6 +13,8 @@ import pytest
 import overlord as ol
 from overlord.errors import SourceError
 from overlord.readers.dataset_card import split_files
+from overlord.readers.index import IndexCache
+from overlord.readers.source_files import SourceFiles
 
 from .conftest import read_all
 
@@ -194,3 +196,54 @@ def test_a_job_names_configuration_and_split(folder: Path, tmp_path: Path):
     wrong = job.replace(sources=[job.sources[0].replace(split="dev2")])
     with pytest.raises(SourceError, match=r"source 's': .*ids': no name .* belongs to split 'dev2'"):
         ol.launch(wrong, runtime="inline", cache=str(tmp_path / "cache"))
+
+
+# What a stranger may write into the files that come with a dataset: refused at once, whatever it stands for.
+
+
+def bomb(levels: int = 12, width: int = 10) -> str:
+    """Return YAML of a kilobyte whose last anchor stands for `width ** levels` texts."""
+    lines = [f"a0: &a0 [{', '.join(['lol'] * width)}]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * width)}]" for n in range(1, levels)]
+    return "\n".join(lines)
+
+
+def card_of(head: str) -> dict[str, str]:
+    return {"README.md": f"---\n{head}\n---\n"}
+
+
+HOSTILE = {
+    "aliases as the name of a configuration": card_of(f"{bomb()}\nconfigs: [{{config_name: *a11, data_files: x}}]"),
+    "aliases as a path": card_of(f"{bomb()}\nconfigs:\n- config_name: a\n  data_files: [{{split: train, path: *a11}}]"),
+    "an alias inside of what it names": card_of("configs: &a [{config_name: *a, data_files: x}]"),
+    "deep nesting": card_of("x: " + "[" * 100_000),
+    "many values": card_of("x: [" + "1," * 300_000 + "1]"),
+    "a long number": card_of("x: 1" + ":1" * 400_000),
+    "a head without an end": {"README.md": "---\n" + "\n" * (8 << 20)},
+    "aliases in split.yaml": {".nv-meta/split.yaml": f"{bomb()}\nsplit_parts: {{train: *a11}}"},
+    "braces of a billion shards": {".nv-meta/split.yaml": "split_parts: {train: ['{0..999}{0..999}{0..999}.tar']}"},
+    "many braces of many shards": {".nv-meta/split.yaml": "split_parts: {train: [" + "'{0..99999}.tar'," * 1000 + "]}"},
+}
+
+
+@pytest.mark.parametrize("texts", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_description_is_refused_before_it_takes_memory(texts: dict[str, str]):
+    with pytest.raises(SourceError, match=r"cannot be read \((it |its head)"):
+        split_files(FILES, texts, config=None, split="train")
+
+
+@pytest.mark.parametrize("pattern", ["*a" * 60 + "*b", "**/*a*/" * 30 + "b", "**a" * 60 + "**b"])
+def test_patterns_of_a_card_do_not_take_exponential_time(pattern: str):
+    names = ["a" * 250, "aa/" * 80 + "c", "a.parquet"]
+    card = f"---\nconfigs: [{{config_name: a, data_files: ['{pattern}', a.parquet]}}]\n---\n"
+    assert chosen(names, card) == ["a.parquet"]
+
+
+def test_a_description_of_many_megabytes_is_refused_and_a_long_card_is_not(tmp_path: Path):
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "train.parquet")
+    (tmp_path / "README.md").write_text("---\nconfigs: [{config_name: a, data_files: t*}]\n---\n" + "x" * (9 << 20))
+    assert len(SourceFiles("a", [str(tmp_path)], cache=IndexCache(tmp_path / "cache")).files) == 1
+    (tmp_path / ".nv-meta").mkdir()
+    (tmp_path / ".nv-meta" / "split.yaml").write_text("split_parts: {train: []}" + " " * (9 << 20))
+    with pytest.raises(SourceError, match=r"split.yaml has 94\d+ bytes"):
+        SourceFiles("a", [str(tmp_path)], cache=IndexCache(tmp_path / "cache"))

@@ -15,6 +15,7 @@ import yaml
 
 from overlord.core.spec_errors import did_you_mean, list_some
 from overlord.errors import SourceError, SpecError
+from overlord.job.plain_yaml import MOST_BYTES, TooMuchYaml, load_yaml
 from overlord.job.specs import Source
 from overlord.readers.dataset_card import split_files
 from overlord.readers.files import DESCRIPTIONS
@@ -96,14 +97,28 @@ def as_manifest(sources: Sequence[Source]) -> str:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
+def _text(path: Path) -> str:
+    """Return the text of a file of a dataset.
+
+    Raises:
+        ValueError: It is longer than such a file may be, or not UTF-8.
+    """
+    with path.open("rb") as file:
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"{path.name} has more than {MOST_BYTES} bytes")
+    return data.decode()
+
+
 def _split_of(path: Path, split: str, nested: int) -> list[Leaf]:
     try:
-        found = yaml.safe_load(path.read_text())
+        found = load_yaml(_text(path))
         splits = found["splits"]
         names = [str(name) for name in splits]
-    except (OSError, UnicodeError, yaml.YAMLError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, RecursionError) as error:
+        reason = f"it {error}" if isinstance(error, TooMuchYaml) else type(error).__name__
         raise SpecError(
-            f"{path}: it is no metadataset of Energon ({type(error).__name__}); there is nothing to import. Give the "
+            f"{path}: it is no metadataset of Energon ({reason}); there is nothing to import. Give the "
             "YAML file that has `splits` with a blend of datasets."
         ) from error
     if split not in names:
@@ -178,10 +193,10 @@ def _samples(path: Path, leaf: Leaf) -> int:
     """Return how many samples a split of a prepared dataset has, as Energon counted them."""
     folder = Path(leaf.path)
     try:
-        counts = json.loads((folder / ".nv-meta" / ".info.json").read_text())["shard_counts"]
-        texts = {name: (folder / name).read_text() for name in DESCRIPTIONS if (folder / name).is_file()}
+        counts = json.loads(_text(folder / ".nv-meta" / ".info.json"))["shard_counts"]
+        texts = {name: _text(folder / name) for name in DESCRIPTIONS if (folder / name).is_file()}
         return sum(int(counts[name]) for name in split_files(list(counts), texts, config=None, split=leaf.split))
-    except (OSError, UnicodeError, ValueError, KeyError, TypeError, SourceError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SourceError) as error:
         raise SpecError(
             f"{path}: repetitions of {leaf.path} are told, and how many samples its split {leaf.split!r} has is not "
             f"known ({error}); its share cannot be computed. Prepare the dataset (`energon prepare`), or write weights."
@@ -191,11 +206,11 @@ def _samples(path: Path, leaf: Leaf) -> int:
 def _sample_of(folder: str) -> dict[str, str] | None:
     """Return what a row of a dataset is, by its `dataset.yaml`; None where that does not tell, or by code only."""
     try:
-        found = yaml.safe_load((Path(folder) / ".nv-meta" / "dataset.yaml").read_text())
+        found = load_yaml(_text(Path(folder) / ".nv-meta" / "dataset.yaml"))
         name = str(found["sample_type"]["__class__"] if "sample_type" in found else found["__class__"])
         kind, fields = _SAMPLES[re.sub("(Sample|Webdataset)$", "", name)]
         columns = {ours: _column(str(found["field_map"][theirs])) for ours, theirs in fields.items()}
-    except (OSError, UnicodeError, yaml.YAMLError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     if any(column is None for column in columns.values()):
         return None

@@ -628,13 +628,14 @@ def energon(
 ) -> None:
     """Write the blend of a Megatron-Energon metadataset as a manifest: a source for each dataset, with its weight."""
     from overlord.cli.importing import as_manifest, import_energon
+    from overlord.job.plain_yaml import load_yaml
 
     screen = Screen(as_json=as_json)
     if out.suffix not in (".jsonl", ".ndjson"):
         raise SpecError(f"--out {out}: a manifest of JSON lines is written, and its name ends in .jsonl. Rename it.")
     check_writable("--out", out)
     try:
-        kind = yaml.safe_load(sample) if sample is not None else None
+        kind = load_yaml(sample) if sample is not None else None
     except yaml.YAMLError:
         kind = None
     if sample is not None and not isinstance(kind, dict):

@@ -48,6 +48,7 @@ from overlord.core.states import describe_differences
 from overlord.errors import OverlordError, SpecError, StateError
 from overlord.job.hook_specs import HOOK_KINDS
 from overlord.job.layout_specs import Layout
+from overlord.job.plain_yaml import load_yaml
 from overlord.job.specs import Audio, ImageSpec, Job, Video
 from overlord.job_files import JobFile, read_kept_job, refuse_kept_code
 from overlord.launch_spec import Launch
@@ -781,10 +782,18 @@ def _launch_causes(stores: Sequence[str], runs: Sequence[FoundLineage]) -> list[
     launches: list[dict[str, Any]] = []
     for store, run in zip(stores, runs, strict=True):
         text = open_place(store).read(kept_job(run))
-        found = yaml.safe_load(text) if text is not None else {}
+        found = _plain(text) if text is not None else {}
         kept = (found.get("launch") or {}) if isinstance(found, dict) else {}
         launches.append({key: kept.get(key) for key in ("mesh", "strategy", "layout", *HOOK_KINDS)} if kept else {})
     return describe_differences(launches[0], launches[1], "launch.", OF_RUNS) if all(launches) else []
+
+
+def _plain(text: bytes) -> Any:
+    """Return what a job that a store keeps holds; nothing where it is no YAML."""
+    try:
+        return load_yaml(text.decode())
+    except (yaml.YAMLError, ValueError):
+        return {}
 
 
 def _first_unequal(left: Sequence[Any], right: Sequence[Any]) -> int:

@@ -15,7 +15,8 @@ import yaml
 
 from overlord.core.spec_errors import did_you_mean, list_some
 from overlord.errors import SourceError
-from overlord.readers.files import DESCRIPTIONS, glob_regex
+from overlord.job.plain_yaml import TooMuchYaml, load_yaml
+from overlord.readers.files import DESCRIPTION_BYTES, DESCRIPTIONS, WILDCARD, glob_regex
 
 CARD, *_ENERGON = DESCRIPTIONS
 _WORDS = {
@@ -82,9 +83,16 @@ def split_files(names: Sequence[str], texts: Mapping[str, str], *, config: str |
     return found
 
 
+_MOST_PATTERNS = 1000
+"""Patterns with wildcards that a split may have: each is compared with the name of every file."""
+_LONGEST_PATTERN = 4096
+"""As long as a path may be."""
+
+
 def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    found = [glob_regex(pattern) for pattern in patterns]
-    return [name for name in names if any(pattern.fullmatch(name) for pattern in found)]
+    exact = set(patterns)
+    found = [glob_regex(pattern) for pattern in patterns if WILDCARD.search(pattern)]
+    return [name for name in names if name in exact or any(pattern.fullmatch(name) for pattern in found)]
 
 
 def _choose(field: str, choices: Mapping[str, object], given: str | None = None) -> str:
@@ -128,20 +136,41 @@ def _split_in(name: str, asked: str) -> str | None:
     return None
 
 
+_HEAD_BEGINS = re.compile(r"\ufeff?---[ \t\r]*\n")
+_HEAD = re.compile(_HEAD_BEGINS.pattern + r"(.*?)\n---[ \t\r]*(?:\n|$)", re.DOTALL)
+_UNUSABLE = (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError, RecursionError)
+"""What a text that is no such list raises where it is read."""
+
+
+def _reason(error: Exception) -> str:
+    return f"it {error}" if isinstance(error, TooMuchYaml) else type(error).__name__
+
+
+def _unreadable(name: str, reason: str) -> SourceError:
+    if name == CARD:
+        return SourceError(
+            f"the list of configurations in its {CARD} cannot be read ({reason}); it is not known which files belong "
+            "to which split. Correct it, or name the files in the path."
+        )
+    return SourceError(
+        f"the splits in its {name} cannot be read ({reason}); it is not known which shards belong to which split. "
+        "Prepare the dataset again, or name the shards in the path."
+    )
+
+
 def _configs_of(card: str | None) -> tuple[dict[str, Splits], str | None]:
     """Return the configurations of a card, and the default one: the only one, or the one that is called so."""
-    head = re.match(r"\ufeff?---\s*\n(.*?)\n---\s*(?:\n|$)", card or "", re.DOTALL)
+    head = _HEAD.match(card or "")
     if head is None:
+        if _HEAD_BEGINS.match(card or "") and len(card or "") >= DESCRIPTION_BYTES:
+            raise _unreadable(CARD, f"its head, up to a second line of ---, has more than {DESCRIPTION_BYTES} bytes")
         return {}, None
     try:
-        listed = (yaml.safe_load(head[1]) or {}).get("configs") or []
+        listed = (load_yaml(head[1]) or {}).get("configs") or []
         configs = {str(one["config_name"]): _splits_of(one) for one in listed}
         marked = [str(one["config_name"]) for one in listed if one.get("default")]
-    except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise SourceError(
-            f"the list of configurations in its {CARD} cannot be read ({type(error).__name__}); it is not known which "
-            "files belong to which split. Correct it, or name the files in the path."
-        ) from error
+    except _UNUSABLE as error:
+        raise _unreadable(CARD, _reason(error)) from error
     names = [*marked, *(["default"] if "default" in configs else []), *(configs if len(configs) == 1 else [])]
     return configs, names[0] if names else None
 
@@ -158,6 +187,10 @@ def _splits_of(config: Mapping[str, Any]) -> Splits:
     for split, patterns in given.items():
         some = [patterns] if isinstance(patterns, str) else [str(one) for one in patterns]
         found[str(split)] = ["/".join(filter(None, (folder, one.removeprefix("./")))) for one in some]
+        if sum(map(bool, map(WILDCARD.search, found[str(split)]))) > _MOST_PATTERNS:
+            raise TooMuchYaml(f"has more than {_MOST_PATTERNS} patterns for a split")
+        if any(len(one) > _LONGEST_PATTERN for one in found[str(split)]):
+            raise TooMuchYaml(f"has a pattern of more than {_LONGEST_PATTERN} characters")
     return found
 
 
@@ -165,22 +198,20 @@ def _splits_of(config: Mapping[str, Any]) -> Splits:
 
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
-_MOST_SHARDS = 1 << 20
+_MOST_SHARDS = 1 << 17
+_MOST_CHARACTERS = 1 << 28
+"""Of all names that a pattern stands for."""
 
 
 def _energon_files(names: Sequence[str], text: str, split: str | None) -> list[str]:
     try:
-        found = yaml.safe_load(text)
-        parts = {
-            str(name): [one for shard in shards or () for one in expand(str(shard))]
-            for name, shards in found["split_parts"].items()
-        }
-        excluded = {one for shard in found.get("exclude") or () for one in expand(str(shard))}
-    except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise SourceError(
-            f"the splits in its {_ENERGON[0]} cannot be read ({type(error).__name__}); it is not known which shards "
-            "belong to which split. Prepare the dataset again, or name the shards in the path."
-        ) from error
+        found = load_yaml(text)
+        listed = {str(name): shards or () for name, shards in found["split_parts"].items()}
+        lists = [*listed.values(), found.get("exclude") or ()]
+        names_of = _expanded([[str(shard) for shard in shards] for shards in lists])
+        parts, excluded = dict(zip(listed, names_of, strict=False)), set(names_of[-1])
+    except _UNUSABLE as error:
+        raise _unreadable(_ENERGON[0], _reason(error)) from error
     used = {name: shards for name, shards in parts.items() if shards}
     wanted = _wanted_split(used, split, f"its {_ENERGON[0]}")
     shards = set(used[wanted])
@@ -199,25 +230,44 @@ def _energon_files(names: Sequence[str], text: str, split: str | None) -> list[s
     return [name for name in names if name in shards - excluded]
 
 
-def expand(pattern: str) -> list[str]:
+def _expanded(lists: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return the names that several lists of patterns stand for."""
+    found: list[list[str]] = []
+    left = _MOST_SHARDS
+    for patterns in lists:
+        found.append([])
+        for pattern in patterns:
+            try:
+                names = expand(pattern, left)
+            except ValueError as error:
+                raise TooMuchYaml(f"names more than {_MOST_SHARDS} shards") from error
+            found[-1] += names
+            left -= len(names)
+    return found
+
+
+def expand(pattern: str, most: int = _MOST_SHARDS) -> list[str]:
     """Return the names that a pattern with braces stands for, as in a shell: lists, and ranges of numbers.
 
     Raises:
-        ValueError: They are more than a million.
+        ValueError: They are more than `most`, or too long together to be held in memory.
 
     Example:
         >>> expand("shard_{008..010}.tar"), expand("{a,b}.tar"), expand("c.tar")
         (['shard_008.tar', 'shard_009.tar', 'shard_010.tar'], ['a.tar', 'b.tar'], ['c.tar'])
     """
+    most = min(most, _MOST_CHARACTERS // (len(pattern) + 1))
     found = _BRACES.search(pattern)
     if found is None:
+        if most < 1:
+            raise ValueError(pattern[:80])
         return [pattern]
     numbers = re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", found[1])
     choices = found[1].split(",")
     if numbers is not None:
         first, last = int(numbers[1]), int(numbers[2])
-        if abs(last - first) >= _MOST_SHARDS:
-            raise ValueError(pattern)
+        if abs(last - first) >= most:
+            raise ValueError(pattern[:80])
         width = max(map(len, numbers.groups())) if any(one.startswith("0") for one in numbers.groups()) else 0
         step = 1 if last >= first else -1
         choices = [f"{number:0{width}d}" for number in range(first, last + step, step)]
@@ -225,7 +275,5 @@ def expand(pattern: str) -> list[str]:
         return [pattern]
     names: list[str] = []
     for choice in choices:
-        names += expand(pattern[: found.start()] + choice + pattern[found.end() :])
-        if len(names) > _MOST_SHARDS:
-            raise ValueError(pattern)
+        names += expand(pattern[: found.start()] + choice + pattern[found.end() :], most - len(names))
     return names

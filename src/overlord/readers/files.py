@@ -6,6 +6,7 @@ Their names say which format they have; their content is not looked at here.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 import re
@@ -189,8 +190,9 @@ Choose = Callable[[Sequence[str], Mapping[str, str]], list[str]]
 """Selects some of the files of a folder, given their names in it and the texts of its `DESCRIPTIONS`."""
 DESCRIPTIONS = ("README.md", ".nv-meta/split.yaml", ".nv-meta/split.json")
 """Files that may tell which files of a folder belong to a split: the card of the Hub, and that of Energon."""
-_DESCRIPTION_BYTES = 8 << 20
-_WILDCARD = re.compile(r"[*?\[]")
+DESCRIPTION_BYTES = 8 << 20
+"""How much of such a file is read."""
+WILDCARD = re.compile(r"[*?\[]")
 _TABLES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 """Common table formats that no reader supports."""
 
@@ -244,7 +246,7 @@ def _no_file(path: str, beside: Sequence[str], format: str | None) -> SourceErro
     names = [name.rsplit("/", 1)[-1] for name in beside]
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     count = f"{len(names)} file{'' if len(names) == 1 else 's'}"
-    if _WILDCARD.search(path):
+    if WILDCARD.search(path):
         return SourceError(
             f"{path!r} matches no file, though there {'is' if len(names) == 1 else 'are'} {count} there ({shown}); the "
             "source would have no samples. Check the pattern."
@@ -268,7 +270,7 @@ def _near_miss(path: str) -> str:
     """Return which file or folder of this host a path that leads nowhere may have meant."""
     whole = Path(path).expanduser()
     lost = next((part for part in (*reversed(whole.parents), whole) if not part.exists()), None)
-    if lost is None or "://" in path or _WILDCARD.search(lost.name):
+    if lost is None or "://" in path or WILDCARD.search(lost.name):
         return ""
     try:
         names = os.listdir(lost.parent)
@@ -290,7 +292,7 @@ def _list_one(
     location = location.rstrip("/") or "/"
     try:
         info, listed = filesystem.get_file_info(location), []
-        if info.type is fs.FileType.NotFound and _WILDCARD.search(location):
+        if info.type is fs.FileType.NotFound and WILDCARD.search(location):
             infos, others = _glob(filesystem, location)
         elif info.type is fs.FileType.Directory:
             listed = filesystem.get_file_info(fs.FileSelector(location, recursive=True))
@@ -467,20 +469,25 @@ def _without_copies(infos: _Infos) -> _Infos:
 
 def _chosen(filesystem: fs.FileSystem, path: str, infos: _Infos, listed: _Infos, choose: Choose) -> _Infos:
     """Return the files that are wanted: of a folder, of which all is listed, by what describes it; else by names."""
-    folder = path if listed else _WILDCARD.split(path)[0].rpartition("/")[0]
+    folder = path if listed else WILDCARD.split(path)[0].rpartition("/")[0]
     texts: dict[str, str] = {}
     for info in listed:
         name = info.path[len(folder) :].strip("/")
-        if name in DESCRIPTIONS and info.type is fs.FileType.File and (info.size or 0) <= _DESCRIPTION_BYTES:
+        if name in DESCRIPTIONS and info.type is fs.FileType.File:
+            if name != DESCRIPTIONS[0] and (info.size or 0) > DESCRIPTION_BYTES:  # of the card, only its head counts
+                raise SourceError(
+                    f"its {name} has {info.size} bytes, and at most {DESCRIPTION_BYTES} are read; it is not known "
+                    "which shards belong to which split. Prepare the dataset again, or name the shards in the path."
+                )
             with filesystem.open_input_stream(info.path) as native:
-                texts[name] = native.read().decode("utf-8", "replace")
+                texts[name] = native.read(DESCRIPTION_BYTES).decode("utf-8", "replace")
     inside = {info.path[len(folder) :].strip("/"): info for info in infos}
     return [inside[name] for name in choose(list(inside), texts)] if inside else []
 
 
 def _glob(filesystem: fs.FileSystem, pattern: str) -> tuple[_Infos, _Infos]:
     parts = pattern.split("/")
-    first = next(n for n, part in enumerate(parts) if _WILDCARD.search(part))
+    first = next(n for n, part in enumerate(parts) if WILDCARD.search(part))
     base = "/".join(parts[:first]) or ("/" if pattern.startswith("/") else "")
     deep = first + 1 < len(parts) or "**" in parts[first]
     selector = fs.FileSelector(base, recursive=deep, allow_not_found=True)
@@ -492,31 +499,49 @@ def _glob(filesystem: fs.FileSystem, pattern: str) -> tuple[_Infos, _Infos]:
 def glob_regex(pattern: str) -> re.Pattern[str]:
     """Return a regular expression for a glob: `*` stays inside a folder, `**` crosses folders.
 
+    Patterns come with datasets, so it must not take exponential time: what follows a wildcard is taken where it first
+    matches (an atomic group), since the next wildcard that takes as much can take whatever comes in between.
+
     Example:
         >>> bool(glob_regex("a/**/*.tar").fullmatch("a/b/c/1.tar"))
         True
         >>> bool(glob_regex("a/*.tar").fullmatch("a/b/1.tar"))
         False
     """
-    out = ""
+    tokens: list[str] = []
     at = 0
     while at < len(pattern):
         starts_name = at == 0 or pattern[at - 1] == "/"
         if pattern.startswith("**/", at) and starts_name:
-            out, at = out + r"(?:(?!\.)[^/]+/)*", at + 3
+            tokens.append(_FOLDERS)
+            at += 3
             continue
         if pattern.startswith("**", at):
-            out, at = out + ".*", at + 2
+            tokens.append(_ANYTHING)
+            at += 2
             continue
         char = pattern[at]
         if char in "*?[" and starts_name:
-            out += r"(?!\.)"  # as in a shell, a wildcard does not match hidden names
+            tokens.append(r"(?!\.)")  # as in a shell, a wildcard does not match hidden names
         close = pattern.find("]", at + 2) if char == "[" else -1
         if close > 0:
             body = pattern[at + 1 : close].replace("\\", r"\\")
-            out += f"[{'^' + body[1:] if body[0] in '!^' else body}]"
+            tokens.append(f"[{'^/' + body[1:] if body[0] in '!^' else body}]")
             at = close
         else:
-            out += {"*": "[^/]*", "?": "[^/]"}.get(char, re.escape(char))
+            tokens.append({"*": _IN_NAME, "?": "[^/]"}.get(char, re.escape(char)))
         at += 1
-    return re.compile(out)
+    return re.compile(_without_backtracking([*tokens, r"\Z"], (_ANYTHING, _FOLDERS, _IN_NAME)))
+
+
+_ANYTHING, _FOLDERS, _IN_NAME = ".*?", r"(?:(?!\.)[^/]+/)*?", "[^/]*?"
+"""What wildcards take: `**`, `**/` and `*`, each more than the next."""
+
+
+def _without_backtracking(tokens: Sequence[str], wildcards: Sequence[str]) -> str:
+    """Return tokens as one expression, in which each wildcard and what follows it is an atomic group."""
+    if not wildcards:
+        return "".join(tokens)
+    starts = [0, *(at for at, token in enumerate(tokens) if token == wildcards[0]), len(tokens)]
+    parts = [_without_backtracking(tokens[a:b], wildcards[1:]) for a, b in itertools.pairwise(starts)]
+    return parts[0] + "".join(f"(?>{part})" for part in parts[1:])

@@ -184,7 +184,7 @@ def _verify_hash(file: StoredFile) -> None:
             shards = json.loads(data).get("shards", [])
             parts = [part for shard in shards for part in (shard.get("raw_data"), shard.get("zip_data")) if part]
             known = {part["basename"]: part["hashes"] for part in parts if part.get("hashes")}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedFile("the index.json beside it, which may have its hash, is not one of MDS") from error
         _hashes = (file.filesystem.type_name, beside, info.size, info.mtime_ns), known
     for name, told in known.get(file.location.rpartition("/")[2], {}).items():

@@ -51,6 +51,7 @@ from overlord.runtimes.launching.deployment import (
 )
 from overlord.runtimes.launching.resume import canonical
 from overlord.runtimes.launching.service_options import KeepOptions
+from overlord.runtimes.launching.tokenizer_trial import try_tokenizer
 from overlord.runtimes.supervision.role_table import RoleTable
 from overlord.transforms.samples.chat import inline_templates
 from overlord.transforms.samples.per_sample import Workers
@@ -156,6 +157,8 @@ def with_source(prepared: Prepared, source: Source) -> Prepared:
     more = canonical(job.replace(sources=[*job.sources, source.replace(weight=weight)]))
     named = {one.name: one for one in more.sources}
     more = more.replace(sources=[named[name] for name in (*job.names, source.name)])  # the others keep their numbers
+    if prepared.isolate is not None:  # otherwise the caller runs everything itself
+        try_tokenizer(more, prepared.options.cache)
     tokenizer = TextTokenizer(more.tokenizer) if more.tokenizer else None
     if tokenizer is not None:
         more = inline_templates(more, tokenizer)

@@ -19,6 +19,7 @@ from overlord.runtimes.hosts.role_host import RoleEnvironment, RoleHost
 from overlord.runtimes.launching.cluster_placement import place_here
 from overlord.runtimes.launching.deployment import tell_of_compiling
 from overlord.runtimes.launching.service_options import KeepOptions, Progress, pack
+from overlord.runtimes.launching.tokenizer_trial import try_tokenizer
 from overlord.runtimes.supervision.child import Limits
 from overlord.runtimes.supervision.fork_server import start_template
 from overlord.runtimes.supervision.service_process import run_service
@@ -35,6 +36,7 @@ def serving(bundle: bytes, folder: Path, progress: Progress, keep: KeepOptions) 
     """Serve a job with threads of this process, or with processes of this host."""
     job, options, names = unbundled(bundle, folder)
     check_file_limit(options.mesh.world_size)
+    try_tokenizer(job, options.cache, Limits(options.heartbeat_s))
     sites = place_here(options.cluster, world_size=options.mesh.world_size, names=names, threads=options.threads)
     if options.cluster is not None:
         processes = ProcessEngine(pack(job, options), folder, hosts=1, limits=Limits(options.heartbeat_s))

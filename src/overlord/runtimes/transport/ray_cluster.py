@@ -45,6 +45,7 @@ from overlord.runtimes.launching.cluster_placement import (
     room_for,
 )
 from overlord.runtimes.launching.service_options import KeepOptions, Progress, ServiceOptions, pack
+from overlord.runtimes.launching.tokenizer_trial import try_tokenizer
 from overlord.runtimes.supervision.child import LIMITS, Limits
 from overlord.runtimes.supervision.service_process import run_service
 from overlord.runtimes.supervision.supervisor import supervised, unbundled
@@ -323,6 +324,7 @@ def serving(bundle: bytes, folder: Path, progress: Progress, keep: KeepOptions) 
     """Serve a job on a cluster."""
     job, options, names = unbundled(bundle, folder)
     assert options.cluster is not None, "a launch on Ray says how"
+    try_tokenizer(job, options.cache, Limits(options.heartbeat_s))
     progress("starting Ray" if options.cluster.address is None else "attaching to Ray", 0, 1)
     with _attached(len(names), options, folder):
         sites = place(

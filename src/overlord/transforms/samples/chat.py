@@ -635,6 +635,13 @@ def compile_template(source: str) -> ChatTemplate:
             f"the chat template is no Jinja template ({error.message}, line {error.lineno}); no conversation could "
             "become text. Correct the template, or give another one."
         ) from error
+    except MemoryError:
+        raise
+    except Exception as error:  # Jinja computes constants when it compiles: 'a' * 10**12, and what is nested too deeply
+        raise SpecError(
+            f"the chat template cannot be compiled ({type(error).__name__}: {error}); no conversation could become "
+            "text. Correct the template, or give another one."
+        ) from error
 
 
 def render_rows(

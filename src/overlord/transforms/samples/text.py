@@ -29,7 +29,7 @@ from overlord.transforms.samples.per_sample import (
     ragged_column,
     with_stand_ins,
 )
-from overlord.transforms.samples.tokenize import TextTokenizer, decode_texts
+from overlord.transforms.samples.tokenize import TextTokenizer, TokenizerPanic, decode_texts
 
 
 class TextTransform:
@@ -112,7 +112,14 @@ class TextTransform:
                 faults.append((int(row), "the text is not valid UTF-8"))
             bad |= unreadable
             assert self._tokenizer is not None
-            tokens = self._tokenizer.encode(texts, special_tokens=self._spec.special_tokens)
+            special = self._spec.special_tokens
+            try:
+                tokens = self._tokenizer.encode(texts, special_tokens=special)
+            except TokenizerPanic:
+                texts, panics = self._tokenizer.without_panics(texts, special_tokens=special)
+                faults += [fault for fault in panics if not bad[fault[0]]]
+                bad[[row for row, _ in panics]] = True
+                tokens = self._tokenizer.encode(texts, special_tokens=special)
         empty = tokens.lengths == 0
         return with_stand_ins(with_borders(tokens, self._bos, self._eos), bad | empty), empty
 

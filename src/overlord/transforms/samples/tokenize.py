@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -53,6 +54,30 @@ _SPACE_SIGN = "\N{LOWER ONE EIGHTH BLOCK}"  # what SentencePiece writes for a sp
 _OWN_DECODER = "added_tokens_decoder"  # where a config has it, special_tokens_map.json is a leftover
 
 
+_PROBES = (
+    "The quick brown fox, 1234567890 times; \u00e9\u00e8 \u4f60\u597d \U0001f600 (e.g. x = y + 1)\n\t<|end|></s> " * 8,
+    "a" * 512,
+    " " * 512,
+    "",
+)
+"""Texts that every tokenizer must take in no time."""
+
+
+class TokenizerPanic(Exception):
+    """The tokenizers library panicked, which is an error of the file; the text says why."""
+
+
+@contextlib.contextmanager
+def words_of_panics() -> Iterator[None]:
+    """Turn a panic of native code, which is a BaseException and would end the process, into a TokenizerPanic."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of pyo3: no module exports it
+            raise
+        raise TokenizerPanic(f"the tokenizer panics: {' '.join(str(error).split())[:200]}") from None
+
+
 @dataclass(frozen=True, slots=True)
 class TokenSpans:
     """Token ids of some texts, and the characters that each token stands for."""
@@ -75,9 +100,10 @@ class TextTokenizer:
     def __init__(self, path: str) -> None:
         file = tokenizer_file(path)
         folder = file.parent if Path(path).is_dir() else None
-        content = file.read_bytes()
+        content = _read_bounded(file)
         try:
-            self._tokenizer = Tokenizer.from_buffer(content)
+            with words_of_panics():
+                self._tokenizer = Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises bare Exception for a file it cannot parse
             raise SpecError(
                 f"tokenizer: {str(file)!r} is not a tokenizer file ({error}); no text could be turned into tokens. "
@@ -106,9 +132,44 @@ class TextTokenizer:
         self._spelling = Tokenizer.from_str(self._tokenizer.to_str())
         self._spelling.encode_special_tokens = True
 
+    def check(self) -> None:
+        """Refuse a tokenizer that cannot serve any text: it fails on a short one, or has ids that do not fit.
+
+        Raises:
+            SpecError: It does.
+        """
+        largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+        size = self._tokenizer.get_vocab_size()
+        if largest > np.iinfo(np.int32).max or largest > 16 * size + (1 << 20):
+            raise SpecError(
+                f"tokenizer: {self.path!r} has {size} tokens and ids up to {largest}; no model has an embedding for "
+                "them, and ids are stored in 32 bits. Save it again with `tokenizer.save(...)`, ids counted from 0."
+            )
+        for special_tokens in (True, False):
+            try:
+                tokens = self.encode(_PROBES, special_tokens=special_tokens)
+            except TokenizerPanic as panic:
+                raise SpecError(
+                    f"tokenizer: {self.path!r} fails on an ordinary text ({panic}); no text could be turned into "
+                    "tokens. Save it again with `tokenizer.save(...)` or `save_pretrained(...)`."
+                ) from panic
+            longest = int(tokens.lengths.max())
+            most = 16 * max(map(len, _PROBES)) + 1024
+            if longest > most:
+                raise SpecError(
+                    f"tokenizer: {self.path!r} makes {longest} tokens of a text of {max(map(len, _PROBES))} "
+                    "characters; every sample would be as long. Look at its normalizer and its post-processor."
+                )
+
     def encode(self, texts: Sequence[str], *, special_tokens: bool) -> Ragged:
-        """Return the token ids (int32) of each text."""
-        tokens = _joined_ids(self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special_tokens))
+        """Return the token ids (int32) of each text.
+
+        Raises:
+            TokenizerPanic: The library panics on one of them; `without_panics` finds them.
+        """
+        with words_of_panics():
+            made = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
+        tokens = _joined_ids(made)
         wrong = np.flatnonzero(self.holds_reserved(tokens))
         if not len(wrong):
             return tokens
@@ -121,6 +182,17 @@ class TextTokenizer:
             parts[row] = np.where(np.isin(ids, self._reserved), 0, ids).astype(np.int32)
         return Ragged.from_rows(parts, np.int32)
 
+    def without_panics(self, texts: Sequence[str], *, special_tokens: bool) -> tuple[list[str], list[tuple[int, str]]]:
+        """Return the texts with those emptied on which the library panics, and (text, reason) of each."""
+        calm, found = list(texts), list[tuple[int, str]]()
+        for row, text in enumerate(texts):
+            try:
+                self.encode([text], special_tokens=special_tokens)
+            except TokenizerPanic as panic:
+                calm[row] = ""
+                found.append((row, str(panic)))
+        return calm, found
+
     def holds_reserved(self, tokens: Ragged) -> npt.NDArray[np.bool_]:
         """Return which rows hold an id that is kept for placeholders."""
         held = np.zeros(len(tokens), np.bool_)
@@ -131,7 +203,8 @@ class TextTokenizer:
 
     def encode_spans(self, texts: Sequence[str], *, special_tokens: bool) -> TokenSpans:
         """Return the token ids of each text and which of its characters each token stands for."""
-        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=special_tokens)
+        with words_of_panics():
+            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=special_tokens)
         tokens = _joined_ids(encodings)
         pairs = itertools.chain.from_iterable(encoding.offsets for encoding in encodings)
         count = len(tokens.values)
@@ -273,10 +346,37 @@ def chat_templates(folder: Path) -> dict[str, str]:
     for content in (read_json(folder / "chat_template.json"), read_json(folder / _CONFIG)):
         found |= _named_templates(content.get("chat_template"))
     for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        found[file.stem] = file.read_text(encoding="utf-8")
+        found[file.stem] = _template_text(file)
     if (file := folder / "chat_template.jinja").is_file():
-        found[DEFAULT_TEMPLATE] = file.read_text(encoding="utf-8")
+        found[DEFAULT_TEMPLATE] = _template_text(file)
     return dict(sorted(found.items()))
+
+
+_MOST_BYTES = 256 << 20
+"""Size of a file of a tokenizer; the largest vocabularies take 60 MB."""
+
+
+def _read_bounded(file: Path) -> bytes:
+    size = file.stat().st_size
+    if size > _MOST_BYTES:
+        raise SpecError(
+            f"tokenizer: {str(file)!r} has {size} bytes, and at most {_MOST_BYTES} are read; loading it could take "
+            "more memory than the host has. Give the file of a tokenizer."
+        )
+    return file.read_bytes()
+
+
+def tokenizer_texts(path: str) -> list[bytes]:
+    """Return the content of all files that a tokenizer is made from.
+
+    Raises:
+        SpecError: There is no tokenizer, or one of its files is too large.
+    """
+    file = tokenizer_file(path)
+    names = (_CONFIG, _SPECIAL_MAP, "chat_template.json", "chat_template.jinja")
+    beside = [file.parent / name for name in names] if Path(path).is_dir() else []
+    more = sorted((file.parent / "additional_chat_templates").glob("*.jinja")) if beside else []
+    return [_read_bounded(one) for one in (file, *beside, *more) if one.is_file()]
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -288,8 +388,8 @@ def read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        content = json.loads(file.read_bytes())
-    except ValueError as error:
+        content = json.loads(_read_bounded(file))
+    except (ValueError, RecursionError) as error:
         raise SpecError(
             f"tokenizer: {str(file)!r} is not JSON ({error}); the special tokens and sizes it names would be unknown. "
             "Save the folder again with `save_pretrained(...)`."
@@ -300,6 +400,16 @@ def read_json(file: Path) -> dict[str, Any]:
             "sizes it names would be unknown. Save the folder again with `save_pretrained(...)`."
         )
     return content
+
+
+def _template_text(file: Path) -> str:
+    try:
+        return _read_bounded(file).decode()
+    except UnicodeDecodeError as error:
+        raise SpecError(
+            f"tokenizer: byte {error.start} of {str(file)!r} is not UTF-8; messages could not become text. Save the "
+            "template as UTF-8."
+        ) from error
 
 
 def _named_templates(value: object) -> dict[str, str]:
