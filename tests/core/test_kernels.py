@@ -63,3 +63,25 @@ def test_a_change_in_a_file_reaches_kernels_of_others_that_call_it(tmp_path: Pat
             (tmp_path / "called.py").write_text(called.format(added=added), encoding="utf-8")
         found.append(subprocess.check_output([sys.executable, "-c", look], cwd=tmp_path, env=env, text=True).split())
     assert found == [["2", "0"], ["2", "1"], ["21", "0"]]
+
+
+OUTSIDE = """
+import numpy as np
+from overlord.core.kernels import kernel
+
+
+@kernel
+def outside(values, at):
+    return values[at]
+
+
+print(outside(np.zeros(3), 1))
+outside(np.zeros(3), 5)
+"""
+
+
+@pytest.mark.skipif(os.environ.get("NUMBA_BOUNDSCHECK") != "1", reason="only `make test-bounds` checks bounds")
+def test_the_nightly_run_of_kernels_checks_their_bounds(tmp_path: Path) -> None:
+    (tmp_path / "outside.py").write_text(OUTSIDE, encoding="utf-8")
+    done = subprocess.run([sys.executable, "outside.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout == "0.0\n" and "IndexError" in done.stderr

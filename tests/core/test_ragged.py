@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.core.ragged import Ragged, copied_run, take_rows
+from overlord.core.ragged import Ragged, Scattered, copied_run, gather_columns, gather_runs, take_rows
 
 
 def test_neighbours_are_joined_without_a_copy_and_others_are_copied():
@@ -35,3 +36,25 @@ def test_a_copied_run_is_what_single_rows_are(rows: list[bytes], data: st.DataOb
     assert found["w"].offsets.tolist() == expected["w"].offsets.tolist()
     assert found["n"].tolist() == expected["n"].tolist()
     assert not np.shares_memory(found["n"], batch["n"]) and not np.shares_memory(found["w"].values, batch["w"].values)
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda rows: rows.take(np.array([-1])),
+        lambda rows: rows.take_into(np.array([2**40]), np.empty(9, np.uint8)),
+        lambda rows: rows.take_into(np.array([0, 1]), np.empty(2, np.uint8)),
+        lambda rows: Ragged(rows.values, np.array([0, 2**40])).take_into(np.array([0]), np.empty(9, np.uint8)),
+        lambda rows: Ragged(rows.values, np.array([3, 1])).take_into(np.array([0]), np.empty(9, np.uint8)),
+        lambda rows: gather_runs(rows.values, np.array([2**40]), np.array([1])),
+        lambda rows: gather_runs(rows.values, np.array([0]), np.array([len(rows.values) + 1])),
+        lambda rows: gather_runs(rows.values, np.array([-(2**40)]), np.array([1])),
+        lambda rows: Scattered(rows.values, np.array([9]), np.array([2]), np.dtype(np.uint8)).gathered(),
+        lambda rows: gather_columns(
+            [("w", np.dtype(np.uint8), True)], [(rows.values, np.array([0]))], np.array([[2**40]]), np.array([[1]])
+        ),
+    ],
+)
+def test_rows_outside_their_memory_are_refused_and_not_read(copy):
+    with pytest.raises(IndexError, match="outside the memory"):
+        copy(Ragged.from_rows([b"abc", b"defg"]))

@@ -264,6 +264,16 @@ def test_media_refuse_what_only_tokens_have(kind):
         graph_of("audio" if kind == "audio" else "DP").split()
 
 
+@pytest.mark.parametrize("kind", MEDIA)
+def test_media_follow_only_a_plan_over_the_groups_of_their_mesh(kind):
+    graph = graph_of(kind)
+    shared = ol.strategies.hdp()(graph.buffer, TREE)
+    larger = ol.strategies.backbone_balance()(graph.buffer, ol.ClientPlaceTree(dp=64))
+    for plan, found in ((shared, "8 buckets of CP"), (larger, "64 buckets of DP")):
+        with pytest.raises(ol.SpecError, match=f"toward: the backbone is distributed over {found}.*axis='DP'"):
+            graph.toward(plan).balance()
+
+
 def test_broadcasts_of_tokens():
     tree = ol.ClientPlaceTree(dp=2, cp=2, tp=2)
     for axis, bucket, fetched in (("DP", 1, "fetched by 0, 1, 2, 3"), ("CP", 2, "fetched by 0, 1")):

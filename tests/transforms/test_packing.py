@@ -72,6 +72,16 @@ def test_packed_sequence_as_a_hugging_face_model_takes_it():
     assert arrays["cu_seq_lens_q"].dtype == np.int32
 
 
+@pytest.mark.parametrize("short", ["tokens", "loss"])
+def test_a_payload_that_is_shorter_than_planned_is_refused_and_no_other_memory_is_read(short):
+    plan, _ = packed_of([3, 2])
+    rows = {"tokens": Ragged.from_rows([np.arange(3), np.arange(2)], np.int32),
+            "loss": Ragged.from_rows([np.ones(3), np.ones(2)], np.uint8)}  # fmt: skip
+    rows[short] = Ragged(rows[short].values[:4], rows[short].offsets)
+    with pytest.raises(IndexError, match="pieces outside of the 4"):
+        join_payloads(plan, [Payload(0, 0, labels=3, row_labels=np.array([2, 1]), **rows)])
+
+
 def test_zigzag_is_per_segment():
     cu = np.array([0, 8, 16])
     assert slice_indices(cu, 2, 0).tolist() == [0, 1, 6, 7, 8, 9, 14, 15]

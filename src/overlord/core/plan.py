@@ -676,9 +676,24 @@ def _runs_of(column: Ragged, runs: Pieces, samples: npt.NDArray[np.integer], row
     return column.take_runs(rows, high - low, runs.start[chosen], runs.length[chosen])
 
 
-@kernel
 def count_labels(loss: npt.NDArray[np.uint8], first: Int64s, length: Int64s) -> Int64s:
-    """Return the labels of pieces by their first places in a loss mask: the first token of a piece predicts nothing."""
+    """Return the labels of pieces by their first places in a loss mask: the first token of a piece predicts nothing.
+
+    Raises:
+        IndexError: A piece reaches beyond the mask.
+    """
+    check_inside("loss masks", first, length, len(loss))
+    return _count_labels(loss, first, length)
+
+
+def check_inside(what: str, first: Int64s, length: Int64s, end: int) -> None:
+    """Raise IndexError where pieces reach outside the tokens that loaders sent: kernels would read other memory."""
+    if len(first) and not (int(first.min()) >= 0 and int(length.min()) >= 0 and int((first + length).max()) <= end):
+        raise IndexError(f"the plan has pieces outside of the {end} {what} that were sent for them")
+
+
+@kernel
+def _count_labels(loss: npt.NDArray[np.uint8], first: Int64s, length: Int64s) -> Int64s:
     out = np.zeros(len(first), np.int64)
     for piece in range(len(first)):
         for i in range(np.uintp(first[piece] + 1), np.uintp(first[piece] + length[piece])):

@@ -24,33 +24,57 @@ A list of byte strings (the images of a row) is two columns: the concatenated it
 
 
 # Indices are unsigned: for signed ones numba looks whether they count from the end, and LLVM then copies byte by byte,
-# which takes ten times as long; so does an assignment of slices.
+# which takes ten times as long; so does an assignment of slices. Nothing checks such indices, and they come from files
+# and peers: so each kernel checks a run before it copies it, and returns whether all runs lay inside their arrays.
 
 
 @kernel
-def _gather(values: Array, offsets: Array, rows: Array, out: Array) -> None:
-    at = np.uint64(0)
+def _gather(values: Array, offsets: Array, rows: Array, out: Array) -> bool:
+    at, end = np.uint64(0), np.uint64(len(out))
     for row in rows:
+        if not 0 <= row < len(offsets) - 1 or not 0 <= offsets[row] <= offsets[row + 1] <= len(values):
+            return False
         start, stop = np.uint64(offsets[row]), np.uint64(offsets[row + 1])
+        if stop - start > end - at:
+            return False
         for i in range(stop - start):
             out[at + np.uint64(i)] = values[start + np.uint64(i)]
         at += stop - start
+    return True
 
 
 @kernel
-def _copy_runs(values: Array, starts: Array, lengths: Array, places: Array, out: Array) -> None:
+def _copy_runs(values: Array, starts: Array, lengths: Array, places: Array, out: Array) -> bool:
     for run in range(len(starts)):
+        length = lengths[run]
+        if length == 0:  # such a run may begin anywhere: at -1 where a row has no value
+            continue
+        if length < 0 or not 0 <= starts[run] <= len(values) - length or not 0 <= places[run] <= len(out) - length:
+            return False
         start, place = np.uint64(starts[run]), np.uint64(places[run])
-        for i in range(np.uint64(lengths[run])):
+        for i in range(np.uint64(length)):
             out[place + np.uint64(i)] = values[start + np.uint64(i)]
+    return True
 
 
 @kernel
-def _copy_some(memory: Array, rows: Array, starts: Array, offsets: Array, out: Array) -> None:
+def _copy_some(memory: Array, rows: Array, starts: Array, offsets: Array, out: Array) -> bool:
     for row in rows:
-        start, low, high = np.uint64(starts[row]), np.uint64(offsets[row]), np.uint64(offsets[row + 1])
-        for i in range(high - low):
+        if not 0 <= row < len(starts) or not 0 <= offsets[row] <= offsets[row + 1] <= len(out):
+            return False
+        length = offsets[row + 1] - offsets[row]
+        if length > 0 and not 0 <= starts[row] <= len(memory) - length:
+            return False
+        start, low = np.uint64(starts[row]), np.uint64(offsets[row])
+        for i in range(np.uint64(length)):
             out[low + np.uint64(i)] = memory[start + np.uint64(i)]
+    return True
+
+
+def _check_copied(inside: bool) -> None:
+    """Raise IndexError where a kernel found a run outside of its arrays."""
+    if not inside:
+        raise IndexError("a row lies outside the memory it is copied from or to: its offsets are damaged")
 
 
 def gather_runs(values: Array, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Array:
@@ -62,7 +86,7 @@ def gather_runs(values: Array, starts: npt.NDArray[np.int64], lengths: npt.NDArr
     """
     offsets = offsets_of(lengths)
     out = np.empty(int(offsets[-1]), values.dtype)
-    _copy_runs(values, starts, np.asarray(lengths, np.int64), offsets[:-1], out)
+    _check_copied(_copy_runs(values, starts, np.asarray(lengths, np.int64), offsets[:-1], out))
     return out
 
 
@@ -148,7 +172,7 @@ class Ragged:
 
     def take_into(self, rows: npt.NDArray[np.integer], out: Array) -> None:
         """Copy the given rows, one behind the other, into `out`."""
-        _gather(self.values, self.offsets, np.asarray(rows, np.int64), out)
+        _check_copied(_gather(self.values, self.offsets, np.asarray(rows, np.int64), out))
 
     @staticmethod
     def concat(parts: Sequence[Ragged]) -> Ragged:
@@ -207,7 +231,7 @@ class Scattered:
         """Return the rows one behind the other, in memory that is given or new."""
         offsets = offsets_of(self.sizes)
         out = np.empty(int(offsets[-1]), np.uint8) if out is None else out[: int(offsets[-1])]
-        _copy_runs(self.memory, self.begin, self.sizes, offsets[:-1], out)
+        _check_copied(_copy_runs(self.memory, self.begin, self.sizes, offsets[:-1], out))
         return Ragged(out.view(self.dtype), offsets // self.dtype.itemsize)
 
 
@@ -358,7 +382,7 @@ def gather_rows(parts: Sequence[tuple[RowsInPlace, npt.NDArray[np.int64]]]) -> R
         memory = np.empty(int(offsets[-1]), np.uint8)
         for column, places in columns:
             assert isinstance(column, Scattered) and column.dtype == first.dtype, "parts have the same columns"
-            _copy_runs(column.memory, column.begin, column.sizes, offsets[:-1][places], memory)
+            _check_copied(_copy_runs(column.memory, column.begin, column.sizes, offsets[:-1][places], memory))
         made[name] = Ragged(memory.view(first.dtype), offsets // first.dtype.itemsize)
     return made
 
@@ -391,7 +415,7 @@ def gather_columns(
         offsets = offsets_of(lengths)
         out = np.empty(int(offsets[-1]), np.uint8) if memory is None else memory.empty(int(offsets[-1]))
         for source, rows in parts:
-            _copy_some(source, rows, starts, offsets, out)
+            _check_copied(_copy_some(source, rows, starts, offsets, out))
         values = out.view(dtype)
         made[name] = Ragged(values, offsets // dtype.itemsize) if ragged else values
     return made

@@ -700,6 +700,13 @@ def _check_owner(graph: DGraph, backbone: LoadingPlan, scope: str) -> None:
             f"toward: modality is {graph.modality!r} and scope {scope!r}; only images, clips and sounds have an owner. "
             "Use it on a graph of them, with scope 'world' or 'group'."
         )
+    if backbone.axis != "DP" or backbone.num_buckets != graph.tree.dp:
+        raise SpecError(
+            f"toward: the backbone is distributed over {backbone.num_buckets} buckets of {backbone.axis}, and "
+            f"{graph.modality} are kept near the {graph.tree.dp} data-parallel groups of the mesh {graph.tree}; other "
+            "buckets have no ranks there. Plan the tokens with distribute(axis='DP') on this mesh, or leave "
+            "toward() out."
+        )
 
 
 def _name(fn: object) -> str:

@@ -210,8 +210,16 @@ class SpilledBlock:
             at: Their places in the tables.
             begin: [columns, places]: where each row of each column begins in the memory, which is written here.
             sizes: The same for its bytes.
+
+        Raises:
+            ReaderError: The block has fewer rows, so its file is not what it was.
         """
         assert self._begins is not None, "a block whose batches differ is read as a stream"
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.num_rows:
+            raise ReaderError(
+                f"row {int(rows.max())} of a block was asked for, and it has {self.num_rows} rows; its file was "
+                "changed since it was indexed. Put the file back, or start a new run."
+            )
         _locate(self._words, self._first_rows_of, self._begins, self._itemsizes, rows, at, begin, sizes)
         return self._memory
 

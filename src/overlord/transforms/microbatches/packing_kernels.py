@@ -315,9 +315,11 @@ def copy_runs(whole: Array, out: Array, begins: Array, lengths: Array, places: A
 
 @kernel
 def rows_of_ones(values: Array, offsets: Array) -> Array:
-    """Return which rows of a mask are all ones."""
-    out = np.empty(len(offsets) - 1, np.bool_)
+    """Return which rows of a mask are all ones; one that reaches outside of the mask is not."""
+    out = np.zeros(len(offsets) - 1, np.bool_)
     for row in range(len(out)):
+        if not 0 <= offsets[row] <= offsets[row + 1] <= len(values):
+            continue
         total = 0
         for i in range(np.uintp(offsets[row]), np.uintp(offsets[row + 1])):
             total += values[i]

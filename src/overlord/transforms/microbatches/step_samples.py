@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from overlord.core.draw import Pieces
 from overlord.core.messages import Media, Payload
-from overlord.core.plan import LoadingPlan, Share, count_labels
+from overlord.core.plan import LoadingPlan, Share, check_inside, count_labels
 from overlord.core.ragged import Ragged, expand_ranges, offsets_of
 from overlord.transforms.microbatches.packing_kernels import rows_of_ones
 from overlord.transforms.samples.per_sample import MediaDecoder, Place, Workers, decode_into, decode_media
@@ -97,6 +97,8 @@ class PieceTable:
             runs, loss_runs = _keyed(share.tokens, row_of, tokens), _keyed(share.loss, row_of, loss)
         plain = rows_of_ones(loss.values, loss.offsets)[rows] if len(loss) else np.zeros(len(rows), np.bool_)
         length = pieces.length.astype(np.int64)
+        if share is None:
+            check_inside("tokens", first, length, len(tokens.values))
         if labels is None:
             labels = count_labels(loss.values, marks, length)
         made: tuple[Any, ...] = (first, marks, length, plain, labels, origin)
@@ -127,7 +129,10 @@ def _keyed(runs: Pieces, row_of: Int64s, column: Ragged) -> tuple[Int64s, Int64s
     """Return the sorted keys of runs whose rows hold them one behind the other, and where each begins."""
     keys = (row_of[runs.sample] << 32) + runs.start
     order = np.argsort(keys, kind="stable")
-    return keys[order], column.offsets[0] + offsets_of(runs.length[order])[:-1]
+    lengths = runs.length[order].astype(np.int64)
+    begins = column.offsets[0] + offsets_of(lengths)[:-1]
+    check_inside("tokens", begins, lengths, len(column.values))
+    return keys[order], begins
 
 
 def _spread(column: npt.NDArray[Any], places: Int64s, count: int) -> npt.NDArray[Any]:

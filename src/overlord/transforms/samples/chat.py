@@ -384,11 +384,11 @@ def _mark_spans(
         count = characters[row]
         token_of = np.full(count, -1, np.int64)
         for token in range(tokens[row], tokens[row + 1]):
-            for character in range(begin[token], min(end[token], count)):
+            for character in range(max(begin[token], 0), min(end[token], count)):
                 if token_of[character] < 0:
                     token_of[character] = token
         for at in range(rows[row], rows[row + 1], 2):
-            first, last = spans[at], spans[at + 1] - 1
+            first, last = max(spans[at], 0), min(spans[at + 1], count) - 1
             while first <= last and token_of[first] < 0:
                 first += 1
             while last >= first and token_of[last] < 0:
