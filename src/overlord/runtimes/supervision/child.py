@@ -18,7 +18,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -195,19 +195,28 @@ class ChildProcess:
 
 def usable_cpus(control_groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
     """Return how many cores this process may use: by its affinity mask, and by the quotas of its control groups."""
-    found = float(len(os.sched_getaffinity(0)))
-    with contextlib.suppress(OSError):
-        for line in own.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
-                continue
-            top = control_groups / controllers  # all of version 2 have the top itself, and no controllers here
-            folder = top / path.lstrip("/")
-            for group in (folder, *folder.parents):
-                if not group.is_relative_to(top):
-                    break
-                found = min(found, _quota_of(group))
-    return max(1, math.ceil(found))
+    quotas = [_quota_of(group) for group in own_control_groups("cpu", control_groups, own)]
+    return max(1, math.ceil(min([float(len(os.sched_getaffinity(0))), *quotas])))
+
+
+def own_control_groups(
+    controller: str, control_groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> Iterator[Path]:
+    """Yield the folders of the control groups of this process that may limit something, from its own up to the top."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = control_groups / controllers  # all of version 2 have the top itself, and no controllers here
+        folder = top / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            if not group.is_relative_to(top):
+                break
+            yield group
 
 
 def _quota_of(group: Path) -> float:
