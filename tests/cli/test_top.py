@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.conftest import write_ids
 from typer.testing import CliRunner
 
 import overlord as ol
 from overlord.cli.main import app
 from overlord.cli.output import Screen
 from overlord.cli.top import top_view, watch
+from overlord.dashboard.watching import Watch
 from overlord.errors import ServiceLost
-from overlord.reports.live import Rates, rates_of, sentence_of
 
 
 @pytest.fixture(scope="module")
@@ -25,61 +32,96 @@ def service(ids_job, cache):
 
 
 @pytest.fixture(scope="module")
-def looked(service) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The status of the service before and after ten steps of both ranks."""
-    before = service.status()
+def looked(service) -> dict[str, Any]:
+    """The status of the service after ten steps of both ranks, with rates of some of them."""
     with service.client(0) as first, service.client(1) as second:
         for _ in range(10):
             step, _ = next(first), next(second)
             first.report(step.index, {"loss": 2.5, **{f"loss/{name}": 2.0 for name in "abcdefg"}})
-        return before, service.status()
+        until = time.monotonic() + 60.0
+        while not (status := service.status())["rates"] and time.monotonic() < until:
+            time.sleep(0.1)
+        return status
 
 
-def drawn(status: dict[str, Any], rates: Rates, width: int, height: int | None = None) -> str:
+def drawn(status: dict[str, Any], width: int, height: int | None = None) -> str:
     console = Console(file=io.StringIO(), width=width)
-    console.print(top_view(status, rates, width=width, height=height))
+    console.print(top_view(status, width=width, height=height))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_a_look_fits_its_terminal(looked, width):
-    rates = rates_of(*looked, 5.0)
-    assert 1.4 <= rates.steps_per_s <= 2.8  # ten, and what the planner was and is ahead
-    text = drawn(looked[1], rates, width)
+    text = drawn(looked, width)
     assert all(len(line) <= width for line in text.splitlines())
     assert "2 ranks at step" in text and "reported at step 9: loss 2.5, loss/a 2" in text and "2 more" in text
     assert ("workers" in text) == (width == 200)
     assert [line.split()[1] for line in text.splitlines() if line.startswith("│")] == ["a", "b", "c"]
     assert "service waited: for the source, while it prepared steps ahead of the trainers" in text
-    crowded = {**looked[1], "sources": {f"s{n:03d}": looked[1]["sources"]["a"] for n in range(306)}}
-    short = drawn(crowded, rates, width, height=24)
+    assert f"{looked['rates']['steps_per_s']:.3g} steps/s" in text
+    crowded = {**looked, "sources": {f"s{n:03d}": looked["sources"]["a"] for n in range(306)}}
+    short = drawn(crowded, width, height=24)
     assert len(short.splitlines()) <= 26 and "297 more sources" in short
 
 
-def test_it_says_what_is_waited_for(looked):
-    status = looked[1]
-    busy, idle = Rates(1.0, 2.0, 100.0, 0.4), Rates(1.0, 2.0, 100.0, 0.0)
-    slow = {**status, "scaling": {"bottleneck": "source 'a' is the bottleneck: it has 1 worker and needs 3"}}
-    calm = {**status, "scaling": {"bottleneck": None}}
-    assert sentence_of(slow, busy)[0].startswith("trainers wait 40")
-    assert "source 'a' is the bottleneck" in sentence_of(slow, busy)[0]
-    assert "no source alone" in sentence_of(calm, busy)[0]
-    assert sentence_of(calm, idle)[0].startswith("training is not waiting for data")
-    assert sentence_of({**calm, "clients": {}}, idle)[0] == "no trainer is attached"
-    assert "store fails: full" in sentence_of({**calm, "store": {"error": "full"}}, idle)[0]
-    late = {**calm, "planner": {**status["planner"], "waits_for_report": 7}}
-    assert "waits for the report of step 7" in sentence_of(late, idle)[0]
+def test_it_shows_faults_and_roles(looked):
     fault = {"role": "planner host", "why": "hangs", "at": 0.0, "took_s": 0.5}
     host = {"role": "planner host", "host": "here", "pid": 1, "up": True, "generation": 2, "restarts": 1}
-    text = drawn({**calm, "faults": [fault], "hosts": [host]}, idle, 100)
+    text = drawn({**looked, "faults": [fault], "hosts": [host]}, 100)
     assert "the planner host hangs; back after 0.50 s" in text and "0 of 1 role up since the launch" in text
+
+
+def test_a_service_that_has_just_begun_has_no_rates(looked):
+    assert "– steps/s" in drawn({**looked, "rates": None}, 100)
+
+
+@contextlib.contextmanager
+def waiting_for_a_source(tmp_path, cache) -> Iterator[ol.Service]:
+    """A service whose trainer waits for a row that does not come, so that not even a plan can be made."""
+
+    def one_row_never_ends(row, come=str(tmp_path / "come")):
+        while row["ids"][0] == 1100 and not os.path.exists(come):
+            time.sleep(0.02)
+        return {"tokens": row["ids"]}
+
+    rows = write_ids(tmp_path / "rows.jsonl", [8] * 400)
+    sample = ol.Custom(one_row_never_ends, columns=["ids"], process=False, name="slow", code_digest="slow")
+    source = ol.Source("slow", str(rows), sample=sample, shuffle_bytes=0)
+    job = ol.Job(sources=[source], batch=ol.Batch(64, global_samples=16), seed=1)
+    with ol.launch(job, cache=cache) as running:
+        trainer = threading.Thread(target=lambda: all(True for _ in zip(running.client(0), range(20), strict=False)))
+        trainer.start()
+        try:
+            yield running
+        finally:
+            (tmp_path / "come").touch()
+            trainer.join()
+
+
+def test_top_page_and_status_tell_of_the_same_wait(tmp_path, cache):
+    with waiting_for_a_source(tmp_path, cache) as service:
+        page = Watch(service.address)
+
+        def said() -> list[str]:
+            """What the three say, without the figures, which grow while they are asked for."""
+            page.look()
+            told = json.loads(CliRunner().invoke(app, ["top", service.address, "--json"]).stdout)["sentence"]
+            listed = CliRunner().invoke(app, ["status", service.address]).stdout.splitlines()[0]
+            shown = json.loads(page.newest).get("sentence", "").rstrip(".")
+            return [re.sub(r"[\d.]+", "N", one[:1].lower() + one[1:]) for one in (told, listed, shown)]
+
+        until = time.monotonic() + 90.0
+        while not all("trainers have waited" in one for one in said()) and time.monotonic() < until:
+            time.sleep(0.5)
+        top, listed, shown = said()
+        assert top == listed == shown and top.startswith("trainers have waited N s for their next step")
 
 
 def test_once_and_json_for_scripts(service, looked):
     outcome = CliRunner().invoke(app, ["top", service.address, "--interval", "0.2", "--json"])
     assert outcome.exit_code == 0, outcome.stderr
     told = json.loads(outcome.stdout)
-    assert told["status"]["reports"]["loss"]["value"] == 2.5 and set(told["rates"]["rows_per_s"]) == {"a", "b", "c"}
+    assert told["status"]["reports"]["loss"]["value"] == 2.5 and set(told["rates"]["sources"]) == {"a", "b", "c"}
     shown = CliRunner().invoke(app, ["top", service.address, "--interval", "0.2", "--once"])
     assert shown.exit_code == 0 and "steps/s" in shown.stdout
     columns = [_columns(CliRunner().invoke(app, [name, service.address]).stdout) for name in ("status", "top")]

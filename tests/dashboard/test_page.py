@@ -340,12 +340,11 @@ def test_a_service_that_is_gone_is_shown_as_such(tmp_path):
     assert "service" in json.loads(watch.newest)["lost"] and watch.number == 1
 
 
-def test_the_first_look_has_no_rates(service):
-    status = service.status()
-    first = shown_status(status, None, 0.0)
+def test_a_service_that_has_just_begun_has_no_rates(service):
+    first = shown_status({**service.status(), "rates": None})
     assert first["rates"]["steps_per_s"] is None and first["sources"][0]["tokens_per_s"] is None
-    later = {**status, "planner": {**status["planner"], "next_step": status["planner"]["next_step"] + 4}}
-    assert shown_status(later, status, 2.0)["rates"]["steps_per_s"] == 2.0
+    later = until(lambda: (status := service.status())["rates"] and status)
+    assert shown_status(later)["rates"]["steps_per_s"] == later["rates"]["steps_per_s"]
     assert newest_step({}) is None and newest_step({"clients": {"0": 1}, "planner": {"next_step": 3}}) == 1
 
 

@@ -18,6 +18,7 @@ from tests.conftest import ray_started, start_ray, write_ids
 
 import overlord as ol
 from overlord.core.plan import chain_digest
+from overlord.reports.live import held_up_by
 from overlord.testing.digests import Trainers, digests_of
 
 MESH = ol.ClientPlaceTree(dp=2)
@@ -355,9 +356,14 @@ def test_the_source_that_everybody_waits_for_is_named(folder, cache, runs):
             pause = time.monotonic() + 5.0
             while time.monotonic() < pause:  # a status request waits too, but trains nothing meanwhile
                 next(client)
-            found = service.status()["scaling"]["bottleneck"]
+            status = service.status()
+            found = held_up_by(status)
         assert service.metrics is not None
         with urllib.request.urlopen(service.metrics, timeout=30) as answer:
             told = answer.read().decode()
-    assert 'overlord_bottleneck_workers_needed{source="photos"}' in told, told
-    assert found is not None and found.startswith("source 'photos' is the bottleneck: it has 1 worker"), found
+    short = [one["words"] for host in status["pressure"].values() for one in host["short_of"]]
+    if short:  # on a host that other tests keep busy, more workers would not help
+        assert found is not None and found.startswith(short[0]) and "photos" not in found
+    else:
+        assert 'overlord_bottleneck_workers_needed{source="photos"}' in told, told
+        assert found is not None and found.startswith("source 'photos' is the bottleneck: it has 1 worker"), found

@@ -27,6 +27,19 @@ def test_no_bottleneck_where_trainers_do_not_wait():
     assert find_bottleneck([waited("a", 5.0)], 10.0, 0.0) is None
 
 
+def test_no_source_is_named_where_more_workers_would_not_help():
+    slow = [waited("a", 9.0, demand=4.0)]
+    assert find_bottleneck(slow, 10.0, 0.9, spare_cpus=0.0) is None
+    crowded, roomy = (find_bottleneck(slow, 10.0, 0.9, spare_cpus=cpus) for cpus in (2.5, 100.0))
+    assert crowded is not None and roomy is not None and (crowded.needs, roomy.needs) == (3, 10)
+
+
+def test_workers_that_wait_for_storage_share_a_cpu():
+    slow = Waited(source="a", waited_s=9.0, demand=1.0, workers=1, cpu_share=0.1)
+    found = find_bottleneck([slow], 10.0, 0.9, spare_cpus=0.5)
+    assert found is not None and found.needs == 6
+
+
 def test_no_source_is_blamed_where_none_was_waited_for():
     assert find_bottleneck([waited("a", 0.0), waited("b", 0.01)], 10.0, 0.9) is None
     assert find_bottleneck([], 10.0, 0.9) is None

@@ -128,14 +128,14 @@ class _Lines:
     def __call__(self, what: str, done: int, of: int) -> None:
         with self._lock:
             now = time.monotonic()
-            self._newest = f"{what}: {done:,} of {of:,}"
+            line = self._newest = f"{what}: {done:,} of {of:,}" if of > 1 else what
             ends = done >= of and what not in self._ended
             if not ends and now < self._next_s:
                 return
             self._next_s = now + _LINE_EVERY_S
             if ends:
                 self._ended.add(what)
-        self._console.print(f"{what}: {done:,} of {of:,}", markup=False, soft_wrap=True)
+        self._console.print(line, markup=False, soft_wrap=True)
 
 
 def show_error(error: OverlordError, *, as_json: bool) -> int:

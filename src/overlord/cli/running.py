@@ -31,6 +31,7 @@ from overlord.planning.strategies import follows_reports
 from overlord.readers.index import IndexCache
 from overlord.readers.source_files import SourceFiles
 from overlord.reports.collecting import Collector
+from overlord.reports.live import held_up_by
 from overlord.reports.summary import RunSummary, SourceSummary, media_of
 from overlord.roles.client import Client
 from overlord.roles.source_loader import judge_tolerance
@@ -427,7 +428,7 @@ def _sum_up(job: Job, name: str, options: Launch, collector: Collector, facts: _
         digests=collector.digests,
         notes=_notes(options, collector, facts) + _shape_notes(job, options, collector, facts, sources),
         media=media_of(facts.status["sources"]),
-        bottleneck=(facts.status.get("scaling") or {}).get("bottleneck"),
+        bottleneck=held_up_by(facts.status),
         interrupted=facts.interrupted,
         over_tolerance=_over_tolerance(job, facts.status["sources"]),
     )

@@ -23,6 +23,7 @@ from overlord.cli.options import layout_words, resumed_words
 from overlord.cli.output import Screen, labelled
 from overlord.errors import ServiceLost, SpecError
 from overlord.launch_spec import Launch
+from overlord.reports.live import Mood, sentence_of
 from overlord.reports.pages import Row, terminal_table
 from overlord.reports.run_report import media_tables
 from overlord.reports.summary import count, media_of, number, share, size
@@ -32,6 +33,7 @@ from overlord.session import Service
 from overlord.storage import replacing
 
 _LOOK_EVERY_S = 1.0
+COLOURS: Mapping[Mood, str] = {"well": "green", "waiting": "yellow", "failing": "bold red"}
 SHOWN_FAULTS = 8
 """The newest ones."""
 
@@ -165,10 +167,8 @@ def _role_parts(status: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def _scaling_parts(scaling: Mapping[str, Any]) -> list[RenderableType]:
-    """Return the bottleneck of the trainers, and the newest changes of workers."""
+    """Return the newest changes of workers."""
     parts: list[RenderableType] = []
-    if scaling.get("bottleneck"):
-        parts.append(f"[yellow]{escape(scaling['bottleneck'])}[/yellow]")
     for event in list(scaling.get("events", ()))[-SHOWN_FAULTS:]:
         change = f"{event['before']} -> {event['after']} workers"
         parts.append(f"step {event['step']}: {escape(event['source'])} {change}: {escape(event['why'])}")
@@ -210,7 +210,9 @@ def status_tables(status: dict[str, Any]) -> list[RenderableType]:
         if one["bad"]
     ]
     sources = terminal_table(title, heads, rows)
+    words, mood = sentence_of(status)
     return [
+        f"[{COLOURS[mood]}]{escape(words)}[/{COLOURS[mood]}]",
         sources,
         *bad,
         *media_tables(media_of(status["sources"])),

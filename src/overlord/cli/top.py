@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -13,13 +12,12 @@ from rich.markup import escape
 from rich.text import Text
 
 from overlord.cli.output import Screen, Tell
-from overlord.cli.serving import find_status, where_it_is
+from overlord.cli.serving import COLOURS, find_status, where_it_is
 from overlord.errors import OverlordError, ServiceLost
-from overlord.reports.live import Mood, Rates, rates_of, sentence_of
+from overlord.reports.live import sentence_of
 from overlord.reports.pages import Row, terminal_table
 from overlord.reports.summary import count, number, percent, share, size
 
-COLOURS: Mapping[Mood, str] = {"well": "green", "waiting": "yellow", "failing": "bold red"}
 WIDE = 110
 """Columns from which all figures of a source are shown."""
 SHOWN_REPORTS = 6
@@ -30,17 +28,18 @@ OTHER_LINES = 15
 """About so many lines are for everything but the sources."""
 
 
-def top_view(status: Mapping[str, Any], rates: Rates, *, width: int, height: int | None = None) -> RenderableType:
+def top_view(status: Mapping[str, Any], *, width: int, height: int | None = None) -> RenderableType:
     """Return a look at a service for a terminal of a size; without a height all sources are shown."""
-    words, mood = sentence_of(status, rates)
+    words, mood = sentence_of(status)
+    rates = status.get("rates") or {}
     steps = sorted(status["clients"].values())
     at = "none" if not steps else str(steps[0]) if steps[0] == steps[-1] else f"{steps[0]} to {steps[-1]}"
     held = size(sum(status["buffers"].values()))
     balance = status["measured"].get("balance")
     figures = [
         f"{number(len(steps), 'rank')} at step {at}",
-        f"{rates.steps_per_s:.2f} steps/s",
-        f"{count(rates.tokens_per_s)} tokens/s",
+        "– steps/s" if not rates else f"{rates['steps_per_s']:.3g} steps/s",
+        "– tokens/s" if not rates else f"{count(rates['tokens_per_s'])} tokens/s",
         f"planned to {status['planner']['next_step'] - 1}",
         f"{held} ahead",
         *([] if balance is None else [f"busiest rank {balance:.3f} of the mean"]),
@@ -49,7 +48,7 @@ def top_view(status: Mapping[str, Any], rates: Rates, *, width: int, height: int
         Text(words, style=COLOURS[mood]),
         Text(" · ".join(figures)),
         Text(f"{status['runtime']} service, mesh {status['mesh']}", style="dim"),
-        _sources(status, rates, width, height),
+        _sources(status, rates.get("sources", {}), width, height),
     ]
     parts += [table for table in (_hosts(status),) if table is not None]
     reports = list(status["reports"].items())
@@ -64,10 +63,16 @@ def top_view(status: Mapping[str, Any], rates: Rates, *, width: int, height: int
     return Group(*parts)
 
 
-def _sources(status: Mapping[str, Any], rates: Rates, width: int, height: int | None) -> RenderableType:
+def _sources(
+    status: Mapping[str, Any], rates: Mapping[str, Mapping[str, float]], width: int, height: int | None
+) -> RenderableType:
     """Return the sources in the order of the job; where there is no room for all, those that are waited for most."""
     sources: Mapping[str, Mapping[str, Any]] = status["sources"]
-    most = sorted(sources, key=lambda n: (-round(rates.waited_share.get(n, 0.0), 2), -sources[n]["planned_share"], n))
+
+    def rate(name: str, key: str) -> float:
+        return rates.get(name, {}).get(key, 0.0)
+
+    most = sorted(sources, key=lambda n: (-round(rate(n, "waited_share"), 2), -sources[n]["planned_share"], n))
     room = len(sources) if height is None else max(LEAST_ROWS, height - OTHER_LINES)
     shown = set(most[:room])
     heads = ["source", "planned", "realised", *(["tokens"] if width >= WIDE else []), "epoch", "bad"]
@@ -77,10 +82,10 @@ def _sources(status: Mapping[str, Any], rates: Rates, width: int, height: int | 
         if name not in shown:
             continue
         bad = f"[red]{one['bad']:,}[/red]" if one["bad"] else "0"
-        waited = percent(rates.waited_share.get(name, 0.0))
+        waited = percent(rate(name, "waited_share"))
         cells = [share(one["planned_share"]), share(one["realised_share"])]
         cells += [count(one["tokens"])] if width >= WIDE else []
-        cells += [f"{one['epoch']}{where_it_is(one)}", bad, f"{rates.rows_per_s.get(name, 0.0):,.0f}", waited]
+        cells += [f"{one['epoch']}{where_it_is(one)}", bad, f"{rate(name, 'rows_per_s'):,.0f}", waited]
         cells += [str(one["workers"]), size(one["buffer_bytes"])] if width >= WIDE else []
         rows.append(Row(name, cells))
     notes = [f"{len(sources) - room} more sources, which the service waited for less"] if len(sources) > room else []
@@ -114,22 +119,17 @@ def watch(
         ServiceLost: It does not answer any more.
     """
     with screen.progress():
-        began, before = time.monotonic(), find_status(address)
+        status = find_status(address)
     if once or not screen.out.is_terminal:
-        sleep(min(interval_s, 1.0))  # rates need two looks
-        after = _again(address)
-        rates = rates_of(before, after, time.monotonic() - began)
-        screen.show(top_view(after, rates, width=screen.out.width))
-        screen.give({"sentence": sentence_of(after, rates)[0], "rates": asdict(rates), "status": after})
+        screen.show(top_view(status, width=screen.out.width))
+        screen.give({"sentence": sentence_of(status)[0], "rates": status.get("rates"), "status": status})
         return
-    rates = rates_of(before, before, 1.0)
     with Live(console=screen.out, auto_refresh=False, screen=True) as live:
         try:
             while True:
-                live.update(top_view(before, rates, width=screen.out.width, height=screen.out.height), refresh=True)
+                live.update(top_view(status, width=screen.out.width, height=screen.out.height), refresh=True)
                 sleep(interval_s)
-                after, now = _again(address), time.monotonic()
-                rates, before, began = rates_of(before, after, now - began), after, now
+                status = _again(address)
         except KeyboardInterrupt:
             return  # the way to end it
 

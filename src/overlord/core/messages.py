@@ -329,6 +329,8 @@ class SourceReports(Message, frozen=True):
     """Loader host: the work, buffers and counters of each source's loaders, as `status` shows them."""
 
     sources: dict[int, dict[str, Any]]
+    machine: dict[str, Any] | None = None
+    """What the kernel of its machine has counted (`HostCounters`); where the workload was asked for."""
 
 
 class LoaderSnapshots(Message, frozen=True):

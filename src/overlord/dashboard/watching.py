@@ -1,8 +1,7 @@
 """Looks at a running service for its page: one question a second, however many pages are open.
 
 Rules of this file:
-1. Every figure comes from `service.status()` and the plans that the planner keeps; nothing is counted here but
-   differences between two looks.
+1. Every figure comes from `service.status()` and the plans that the planner keeps; nothing is counted here.
 2. What is shown is written as JSON once for each look, and shared by all pages.
 3. A service that does not answer is shown as such, and asked again: the page outlives a restart.
 """
@@ -29,15 +28,13 @@ from overlord.errors import OverlordError, SpecError
 from overlord.planning.balancing.evenness import in_lockstep, over_ranks, rank_loads
 from overlord.planning.costs import llama_12b
 from overlord.planning.strategies import vanilla
-from overlord.reports.live import rates_of, sentence_of
+from overlord.reports.live import sentence_of
 from overlord.runtimes.client_feed import ask_once
 from overlord.runtimes.transport.codec import raised
 from overlord.session import RunningService
 from overlord.version import VERSION
 
 LOOK_EVERY_S = 1.0
-RATES_OVER = 10
-"""Looks that a rate is taken over: a step may take longer than a second."""
 KEPT_POINTS = 1800
 """Points of each line that a page gets when it is opened: half an hour."""
 PLAN_EVERY_S = 3.0
@@ -65,7 +62,7 @@ class Watch:
         self._service = RunningService(lambda request: raised(ask_once(address, request, SILENCE_S)))
         self._changes = changes
         self._points: deque[list[float | None]] = deque(maxlen=KEPT_POINTS)
-        self._looks: deque[tuple[float, dict[str, Any]]] = deque(maxlen=RATES_OVER)
+        self._status: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._sparks: dict[str, deque[float]] = {}
         self._history: tuple[float, dict[str, Any]] | None = None
@@ -84,12 +81,11 @@ class Watch:
             status, lost = self._service.status(), None
         except (OverlordError, OSError) as error:
             status, lost = None, str(error)
-        then, before = self._looks[0] if self._looks else (now, None)
-        shown: dict[str, Any] = {"lost": lost} if status is None else shown_status(status, before, now - then)
+        shown: dict[str, Any] = {"lost": lost} if status is None else shown_status(status)
         point = [now, *(shown.get("rates", {}).get(name) for name in LINES[1:])]
         with self._lock:
             if status is not None:
-                self._looks.append((now, status))
+                self._status = status
             for one in shown.get("sources", ()):
                 kept = self._sparks.setdefault(one["name"], deque(maxlen=SPARK_POINTS))
                 kept.append(one["tokens_per_s"] or 0.0)
@@ -115,7 +111,7 @@ class Watch:
         """
         plan = self.plan(step)
         with self._lock:
-            planner = self._looks[-1][1]["planner"] if self._looks else None
+            planner = self._status.get("planner")
         return None if plan is None or planner is None else shown_balance(plan, Limits(**planner["limits"]))
 
     def samples(self, step: int | None, bucket: int) -> dict[str, Any] | None:
@@ -135,7 +131,7 @@ class Watch:
             OverlordError: The service does not answer.
         """
         with self._lock:
-            faults = self._looks[-1][1].get("faults") or () if self._looks else ()
+            faults = self._status.get("faults") or ()
             held = self._history
         if held is None or time.monotonic() - held[0] > PLAN_EVERY_S:
             held = self._history = (time.monotonic(), self._service.history())
@@ -154,7 +150,7 @@ class Watch:
         if self._newest is not None and time.monotonic() - self._newest[0] < PLAN_EVERY_S:
             return self._newest[1]
         with self._lock:
-            status = self._looks[-1][1] if self._looks else {}
+            status = self._status
         at = newest_step(status)
         if at is None:
             return None
@@ -167,7 +163,7 @@ class Watch:
 
     def _kept(self, step: int) -> LoadingPlan:
         with self._lock:
-            store = (self._looks[-1][1].get("store") or {}) if self._looks else {}
+            store = self._status.get("store") or {}
         key = (store.get("lineage"), step)  # ranks that go back begin a lineage, with other plans
         plan = self._plans.get(key)
         if plan is None:
@@ -199,18 +195,13 @@ def newest_step(status: Mapping[str, Any]) -> int | None:
     return step if step >= 0 else None
 
 
-def shown_status(status: Mapping[str, Any], before: Mapping[str, Any] | None, seconds: float) -> dict[str, Any]:
-    """Return what the page shows of a status.
-
-    Args:
-        status: Of the service.
-        before: That of an earlier look; None for the first, which has no rates.
-        seconds: Between them.
-    """
-    rates = rates_of(before or status, status, seconds or 1.0)
-    words, mood = sentence_of(status, rates)
+def shown_status(status: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the page shows of a status."""
+    rates: Mapping[str, Any] = status.get("rates") or {}
+    of_sources: Mapping[str, Mapping[str, float]] = rates.get("sources") or {}
+    words, mood = sentence_of(status)
     steps = [int(step) for step in (status.get("clients") or {}).values()]
-    service, known = status.get("service") or {}, before is not None
+    service = status.get("service") or {}
     return {
         "sentence": f"{words[:1].upper()}{words[1:]}.",
         "mood": mood,
@@ -223,17 +214,18 @@ def shown_status(status: Mapping[str, Any], before: Mapping[str, Any] | None, se
         "store": status.get("store"),
         "rates": {
             "step": max(steps, default=None),
-            "steps_per_s": rates.steps_per_s if known else None,
-            "tokens_per_s": rates.tokens_per_s if known else None,
-            "waited": rates.wait_share if known else None,
+            "steps_per_s": rates.get("steps_per_s"),
+            "tokens_per_s": rates.get("tokens_per_s"),
+            "waited": rates.get("wait_share"),
+            "seconds": rates.get("seconds"),
             "views_bytes": status["buffers"]["views_bytes"],
             "read_bytes": status["buffers"]["read_bytes"],
         },
         "sources": [
             {
                 "name": name,
-                "tokens_per_s": rates.source_tokens_per_s[name] if known else None,
-                "waited_share": rates.waited_share[name] if known else None,
+                "tokens_per_s": of_sources.get(name, {}).get("tokens_per_s"),
+                "waited_share": of_sources.get(name, {}).get("waited_share"),
                 **one,
             }
             for name, one in status["sources"].items()

@@ -1,77 +1,82 @@
-"""What a running service does, from two looks at its status: rates, and one sentence about what holds it up."""
+"""What a running service does, in one sentence: what holds up its trainers, or what it is doing.
+
+`overlord top`, `overlord status`, the live page and the report of a run all say what `sentence_of` makes of a status.
+The rates in it are those that the service itself took, so whoever asks, and however often, is told the same.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from overlord.reports.summary import percent
+from overlord.scaling.autoscaler import WAITING
 
 Mood = Literal["well", "waiting", "failing"]
 
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """What happened between two looks at a service."""
-
-    seconds: float
-    steps_per_s: float
-    tokens_per_s: float
-    wait_share: float
-    """Share of the time that trainers waited for batches: those of the host where they waited most."""
-    source_tokens_per_s: Mapping[str, float] = field(default_factory=dict[str, float])
-    rows_per_s: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Rows of each source that its workers have read and measured."""
-    waited_share: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Share of the time that planner and constructors waited for a source."""
+UNEXPLAINED = 0.05
+"""Share of the time that trainers must wait before a wait without a known reason is mentioned."""
+LONG_S = 10.0
+"""A step that is waited for longer than this is mentioned as such."""
 
 
-def rates_of(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float) -> Rates:
-    """Return the rates between two statuses; of counters that began anew in between, since then.
+def sentence_of(status: Mapping[str, Any]) -> tuple[str, Mood]:
+    """Return what holds up the trainers in one sentence, and how serious that is.
 
     Example:
-        >>> idle = {"planner": {"next_step": 5}, "waited_s": 1.0, "clients": {}, "sources": {}}
-        >>> rates_of(idle, {**idle, "planner": {"next_step": 9}, "waited_s": 1.5}, 2.0).steps_per_s
-        2.0
+        >>> status = {"store": {"error": None}, "planner": {"waits_for_report": None}, "clients": {"0": 7}}
+        >>> full = {"resource": "cpu", "words": "the CPUs of this host are full (2 CPUs, load 33)"}
+        >>> rates = {"wait_share": 0.4, "since_step_s": 1.0, "worker_cpus": 0.5}
+        >>> sentence_of({**status, "rates": rates, "pressure": {"here": {"short_of": [full]}}})[0].split(":")[0]
+        'trainers wait 40\u202f% of the time'
     """
-    seconds = max(seconds, 1e-9)
-
-    def rate(old: float, new: float) -> float:
-        return (new - old if new >= old else new) / seconds
-
-    pairs = {name: (before["sources"].get(name, one), one) for name, one in after["sources"].items()}
-    tokens = {name: rate(old["tokens"], new["tokens"]) for name, (old, new) in pairs.items()}
-    return Rates(
-        seconds=seconds,
-        steps_per_s=rate(before["planner"]["next_step"], after["planner"]["next_step"]),
-        tokens_per_s=sum(tokens.values()),
-        source_tokens_per_s=tokens,
-        wait_share=min(rate(before["waited_s"], after["waited_s"]), 1.0),
-        rows_per_s={n: rate(old["samples_prepared"], new["samples_prepared"]) for n, (old, new) in pairs.items()},
-        waited_share={n: min(rate(old["waited_s"], new["waited_s"]), 1.0) for n, (old, new) in pairs.items()},
-    )
-
-
-def sentence_of(status: Mapping[str, Any], rates: Rates) -> tuple[str, Mood]:
-    """Return what holds up the trainers in one sentence, and how serious that is."""
     if status.get("failed"):
         return str(status["failed"]), "failing"
-    if (status.get("service") or {}).get("state", "up") != "up":
-        return "the service process is being started again; trainers go on with what they have", "failing"
+    service = status.get("service") or {}
+    if service.get("state", "up") != "up":
+        does = f" ({service['doing']})" if service.get("doing") else ""
+        return f"the service process is being started again{does}; trainers go on with what they have", "failing"
     if status["store"]["error"]:
         return f"planning pauses, since the store fails: {status['store']['error']}", "failing"
-    waits = status["planner"]["waits_for_report"]
-    found = (status.get("scaling") or {}).get("bottleneck")
     if not status["clients"]:
         return "no trainer is attached", "waiting"
+    waits = status["planner"]["waits_for_report"]
     if waits is not None:
         return (
             f"the next step waits for the report of step {waits}, which the mixture or the strategy follows",
             "waiting",
         )
-    if found:
-        return f"trainers wait {percent(rates.wait_share)} of the time: {found}", "waiting"
-    if rates.wait_share >= 0.05:
-        return f"trainers wait {percent(rates.wait_share)} of the time, and no source alone is the reason", "waiting"
-    return f"training is not waiting for data ({percent(rates.wait_share)} of the time)", "well"
+    rates = status.get("rates")
+    if rates is None:
+        return "trainers are attached, and it is not known yet how long they wait", "well"
+    share, reason = rates["wait_share"], held_up_by(status)
+    waited = f"trainers wait {percent(share)} of the time"
+    if share >= UNEXPLAINED and rates["since_step_s"] >= LONG_S:
+        waited = f"trainers have waited {rates['since_step_s']:.0f} s for their next step"
+    if reason:
+        return f"{waited}: {reason}", "waiting"
+    if share >= UNEXPLAINED:
+        return f"{waited}, and no source alone is the reason", "waiting"
+    well = f"training is not waiting for data ({percent(share)} of the time)"
+    lasting = [words for resource, words in _short_of(status) if resource in ("space", "memory")]
+    return (f"{well}, but {'; '.join(lasting)}", "waiting") if lasting else (well, "well")
+
+
+def held_up_by(status: Mapping[str, Any]) -> str | None:
+    """Return why trainers wait, if they do: what hosts are short of comes before any source."""
+    if ((status.get("rates") or {}).get("wait_share") or 0.0) < WAITING:
+        return None
+    short = _short_of(status)
+    if not short:
+        return (status.get("scaling") or {}).get("bottleneck")
+    reason = "; ".join(words for _, words in short)
+    if any(resource == "cpu" for resource, _ in short):
+        used = status["rates"]["worker_cpus"]
+        reason += f"; {used:.1f} of them are used by the workers of this service, and more workers would not help"
+    return reason
+
+
+def _short_of(status: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what the hosts of the service are short of, as (resource, words)."""
+    found = [one for host in (status.get("pressure") or {}).values() for one in host["short_of"]]
+    return [(one["resource"], one["words"]) for one in found]

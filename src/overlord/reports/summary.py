@@ -143,7 +143,7 @@ class RunSummary:
     media: list[MediaSummary] = field(default_factory=list[MediaSummary])
     """Sources with media."""
     bottleneck: str | None = None
-    """The source that was too slow, and how many workers it needs; None where all were fast enough."""
+    """What held up the steps at last: a host that was short of something, or a source; None where nothing did."""
     made: dict[str, str] = field(default_factory=made_by)
     """When, where and by what the run was made."""
 

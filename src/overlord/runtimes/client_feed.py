@@ -42,6 +42,8 @@ from overlord.runtimes.transport.listener import CONTROL, connect_socket, read_a
 
 FAILED = "failed"
 """The file in a service's folder that says why it will not come back."""
+STARTING = "starting"
+"""The file in a service's folder that says what it does while it starts."""
 RETURN_S = 30.0
 """How long the folder of a cluster's host may be away."""
 FIRST_WARNING_S = 5.0
@@ -100,14 +102,21 @@ class Barrier:
                 f"the service at {self._address} is gone ({reason}); no more data will come. Why stands on the "
                 "standard error of the process that launched it. Launch again from the last state."
             ) from error
-        if now >= self._warn_at:
-            self._warn_at = now + NEXT_WARNING_S
-            logger.warning(
-                "%s waits for the service at %s since %.0f s; its launcher should be starting it again (%s)",
-                self._what, self._address, self.waited_s, reason,
-            )  # fmt: skip
+        self._warn(what_it_does(self._folder) or f"its launcher should be starting it again ({reason})")
         time.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, PAUSES_S[1])
+
+    def is_up(self) -> None:
+        """Note that the service lives, and has not answered so far."""
+        does = "it is up, and busy with something else"
+        self._warn(what_it_does(self._folder) or f"{does}; `overlord top {self._address}` says what it waits for")
+
+    def _warn(self, does: str) -> None:
+        if time.monotonic() >= self._warn_at:
+            self._warn_at = time.monotonic() + NEXT_WARNING_S
+            logger.warning(
+                "%s waits for the service at %s since %.0f s: %s", self._what, self._address, self.waited_s, does
+            )
 
 
 def folder_of(address: str) -> tuple[Path, bool]:
@@ -125,6 +134,30 @@ def write_failure(folder: Path, error: OverlordError) -> None:
     scratch = folder / f"{FAILED}.tmp"
     scratch.write_text(json.dumps({"error": type(error).__name__, "message": str(error)}), encoding="utf-8")
     scratch.replace(folder / FAILED)
+
+
+def write_start(folder: Path, doing: str, *, again: bool) -> None:
+    """Write down what a service process that starts is doing, for clients that wait for it."""
+    scratch = folder / f"{STARTING}.tmp"
+    scratch.write_text(json.dumps({"doing": doing, "again": again}), encoding="utf-8")
+    scratch.replace(folder / STARTING)
+
+
+def what_it_does(folder: Path) -> str | None:
+    """Return what the service of a folder does, if it is being started.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> write_start(folder, "opening sources, 120 of 306", again=False)
+        >>> what_it_does(folder)
+        'it is starting (opening sources, 120 of 306)'
+    """
+    try:
+        told = json.loads((folder / STARTING).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return f"it is {'being started again' if told['again'] else 'starting'} ({told['doing']})"
 
 
 def why_it_failed(folder: Path) -> OverlordError | None:
@@ -268,13 +301,18 @@ class _Connection:
     """A connection to a service, and what is leased over it."""
 
     def __init__(
-        self, connection: socket.socket, request: Attach, waits: Callable[[list[Any]], None] | None = None
+        self,
+        connection: socket.socket,
+        request: Attach,
+        on_silence: Callable[[], None],
+        waits: Callable[[list[Any]], None] | None = None,
     ) -> None:
         """Attach.
 
         Args:
             connection: To the service.
             request: As which rank, and where.
+            on_silence: Called when nothing has come for a while: a service that plans its first step answers late.
             waits: Told of the ranks (with the steps they are at) that must ask for the same step first; it may raise.
         """
         self.socket = connection
@@ -285,14 +323,13 @@ class _Connection:
         self.ahead: int | None = None
         """The step that was asked for ahead, and whose answer has not been read."""
         try:
-            expect_within(connection, BEAT_S)
+            expect_within(connection, SILENCE_S)
             while True:
                 send(connection, request)
-                reply = raised(receive(connection)[0])
+                reply = raised(receive(connection, on_silence)[0])
                 if not isinstance(reply, msg.RanksMissing) or waits is None:
                     break
                 waits(reply.waits)
-            expect_within(connection, SILENCE_S)
         except BaseException:
             self.close()
             raise
@@ -516,7 +553,9 @@ class LocalFeed:
                 try:
                     if self._connection is None:
                         again = Attach(self._rank, os.getpid(), self._at, self._lineage)
-                        self._connection = _Connection(connect_socket(self._address, self._rank), again)
+                        barrier = barrier or self._barrier(what)
+                        found = connect_socket(self._address, self._rank)
+                        self._connection = _Connection(found, again, self._still_up(barrier))
                         self._lineage = self._connection.facts.begin.lineage
                     self._connection.send(request)
                     self._receive_ahead(self._connection)
@@ -543,7 +582,7 @@ class LocalFeed:
         while True:
             try:
                 found, reached = connect_socket(self._address, self._rank), True
-                connection = _Connection(found, request, others)
+                connection = _Connection(found, request, self._still_up(barrier), others)
                 self._lineage = connection.facts.begin.lineage
                 return connection
             except Rewound as error:  # it is started again at that very step, however long that takes
@@ -559,6 +598,15 @@ class LocalFeed:
     def _barrier(self, doing: str) -> Barrier:
         what = f"rank {self._rank} ({doing}{'' if self._at is None else f', at step {self._at}'})"
         return Barrier(self._address, self._folder, returns=self._returns, what=what)
+
+    def _still_up(self, barrier: Barrier) -> Callable[[], None]:
+        """Return what is called while a service is silent: it finds out whether it lives, and says so."""
+
+        def look() -> None:
+            self._check_alive()
+            barrier.is_up()
+
+        return look
 
     def _check_alive(self) -> None:
         """Find out whether a service that is silent lives: a stopped process keeps its connections open.

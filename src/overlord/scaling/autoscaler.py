@@ -311,10 +311,12 @@ def _slowest(workers: Sequence[int], busy: Sequence[float]) -> float:
 # The bottleneck: the source that constructors wait for most, and how many workers it needs.
 
 
-_WAITING = 0.02
+WAITING = 0.02
 """Trainers that wait less than this share of an interval have no bottleneck."""
 _HARDLY = 0.01
 """A source that was waited for less than this share of an interval is not the bottleneck."""
+_LEAST_CPU_SHARE = 0.05
+"""Below this share of computing, what a worker computes is not what limits their number."""
 _MOST_WAITED = 0.9
 """Caps the share of waiting in the estimate: a source gets at most ten times its workers."""
 
@@ -329,6 +331,8 @@ class Waited:
     demand: float
     """Workers that it would keep busy at the rate trainers want."""
     workers: int
+    cpu_share: float = 1.0
+    """Share of its workers' time that they compute; the rest they wait for storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,20 +352,32 @@ class Bottleneck:
 
 
 def find_bottleneck(
-    sources: Sequence[Waited], interval_s: float, trainer_wait: float, *, headroom: float = 1.2
+    sources: Sequence[Waited],
+    interval_s: float,
+    trainer_wait: float,
+    *,
+    headroom: float = 1.2,
+    spare_cpus: float = math.inf,
 ) -> Bottleneck | None:
-    """Return the source that holds up the trainers, or None.
+    """Return the source that holds up the trainers, or None; also where more workers would not help it.
 
     A source that was waited for a share f of the time delivered in the rest of it what was wanted in all of it, so it
     needs 1 / (1 - f) times its workers; its demand with headroom, if that is more; and one more than it has anyway.
-    `trainer_wait` is the share of the interval that trainers waited for their batches.
+    But no more than can compute at once on the CPUs that are not in use.
+
+    Args:
+        sources: How long each was waited for.
+        interval_s: In how many seconds.
+        trainer_wait: The share of them that trainers waited for their batches.
+        headroom: As in `Scaling`.
+        spare_cpus: CPUs of the loaders' hosts that more workers could use; 0 where these are short of anything else.
 
     Example:
         >>> slow = Waited(source="photos", waited_s=5.0, demand=6.4, workers=4)
         >>> str(find_bottleneck([slow], 10.0, 0.5))
         "source 'photos' is the bottleneck: it has 4 workers and needs 8"
     """
-    if trainer_wait < _WAITING or not sources:
+    if trainer_wait < WAITING or not sources or spare_cpus <= 0:
         return None
     worst = max(sources, key=lambda one: one.waited_s)  # the first of equals, in the order of the job
     waited = min(worst.waited_s / max(interval_s, 1e-9), 1.0)
@@ -369,4 +385,7 @@ def find_bottleneck(
         return None  # trainers wait for something else: planning, hand-over, the network
     slowed = max(worst.workers, 1) / (1 - min(waited, _MOST_WAITED))
     needs = max(worst.workers + 1, math.ceil(slowed - 1e-9), math.ceil(worst.demand * headroom - 1e-9))
+    further = spare_cpus / max(worst.cpu_share, _LEAST_CPU_SHARE)
+    if further < needs - worst.workers:
+        needs = worst.workers + max(1, math.floor(further))
     return Bottleneck(worst.source, worst.workers, needs, waited)

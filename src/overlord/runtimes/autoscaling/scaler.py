@@ -10,14 +10,15 @@ Rules of this file:
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from overlord.core.client_messages import Document, GetWorkload
 from overlord.core.messages import SourceFacts
@@ -26,6 +27,7 @@ from overlord.runtimes.autoscaling.profiling import digests_of, read_profile, re
 from overlord.runtimes.launching.deployment import Prepared
 from overlord.runtimes.launching.service_options import ServiceOptions
 from overlord.scaling.autoscaler import Bottleneck, Fleet, Scaling, Waited, decide, find_bottleneck
+from overlord.scaling.pressure import HostCounters, Pressure, pressure_between, shortages
 from overlord.scaling.profiles import SourceCost, demand, sample_shares
 
 logger = logging.getLogger("overlord")
@@ -64,14 +66,32 @@ REMEMBERED = 256
 _FALL = 0.1
 """How fast the rate that trainers want falls, in an interval in which they took less."""
 
-_NO_WORKLOAD = {"workers": 0, "samples_prepared": 0, "busy_s": 0.0, "waited_s": 0.0, "buffer_bytes": 0}
+RATES_S = 10.0
+"""Rates and waits are those of the last seconds, as many as this..."""
+MOST_RATES_S = 120.0
+"""... and where no step was taken in them, of more, up to this."""
+STALE_S = 30.0
+"""What was seen longer ago is not told as the present."""
+
+_NO_WORKLOAD = {
+    "workers": 0, "samples_prepared": 0, "busy_s": 0.0, "cpu_s": 0.0, "waited_s": 0.0, "buffer_bytes": 0,
+}  # fmt: skip
 """That of a source whose hosts do not report it."""
 
 Watch = Callable[[Sequence[int]], Mapping[str, Any]]
-"""Tells how a service does, and its weights so many steps ahead: what `planner_answers.workload` says, "waited_s" of
-its trainers, and under "sources" what the workers of each source did."""
+"""Tells how a service does, and its weights so many steps ahead: what the planner's answer to `GetWorkload` says, under
+"sources" what the workers of each source did, and under "machines" how the hosts of loaders do."""
 Act = Callable[[Mapping[str, int], Mapping[str, float]], None]
 """Gives sources so many workers, of which they keep so many busy."""
+
+
+class Workload(NamedTuple):
+    """What loader hosts did."""
+
+    sources: Mapping[int, Mapping[str, Any]]
+    """The workers of each source, on all hosts together."""
+    machines: Mapping[str, HostCounters]
+    """What the kernels of the hosts have counted, by the hosts' names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +100,13 @@ class _Seen:
 
     at: float
     step: int
+    trained: int | None
+    """The newest step that a trainer has; None where none is attached."""
     samples: int
+    tokens: Mapping[str, int]
     waited_s: float
     sources: Mapping[str, Mapping[str, Any]]
+    machines: Mapping[str, HostCounters]
 
 
 class Scaler:
@@ -117,6 +141,10 @@ class Scaler:
         self._clock = clock
         self._seen: deque[_Seen] = deque(maxlen=scaling.window + 1)
         self._history: deque[Mapping[str, float]] = deque(maxlen=scaling.window + scaling.patience)
+        self._kept: deque[_Seen] = deque(maxlen=512)
+        """What was seen in the time that rates are taken over, the oldest first."""
+        self._trained_at = clock()
+        self._pressure: dict[str, Pressure] = {}
         self._wanted = 0.0
         self._bottleneck: Bottleneck | None = None
         self._events: deque[dict[str, Any]] = deque(maxlen=KEPT_EVENTS)
@@ -134,9 +162,9 @@ class Scaler:
             self._thread.join(self._scaling.interval_s + 1.0)
 
     def describe(self) -> dict[str, Any]:
-        """Return what was decided so far, for `status`."""
+        """Return what was seen and decided so far, for `status`: all who ask are told the same."""
         found = self._bottleneck
-        return {
+        scaling = {
             "on": self._act is not None,
             "interval_s": self._scaling.interval_s,
             "most_workers": self._cpus,
@@ -144,6 +172,49 @@ class Scaler:
             "bottleneck": None if found is None else str(found),
             "needs": {} if found is None else {found.source: found.needs},
             "events": list(self._events),
+        }
+        named = len(self._pressure) > 1
+        pressure = {
+            machine: {
+                **asdict(one),
+                "short_of": [asdict(short) for short in shortages(one, f"host {machine}" if named else "this host")],
+            }
+            for machine, one in self._pressure.items()
+        }
+        return {"scaling": scaling, "rates": self._rates(), "pressure": pressure}
+
+    def _rates(self) -> dict[str, Any] | None:
+        """Return what happened a second, lately; None while nothing is known of it."""
+        kept = list(self._kept)
+        if len(kept) < 2 or self._clock() - kept[-1].at > STALE_S:
+            return None
+        first, last = kept[0], kept[-1]
+        seconds = max(last.at - first.at, 1e-9)
+        trained = [one.trained for one in kept if one.trained is not None]
+
+        def rate(old: float, new: float) -> float:
+            return max(new - old, 0.0) / seconds
+
+        def work(name: str, key: str) -> float:
+            new = last.sources[name][key]
+            return rate(first.sources[name][key] if name in first.sources else new, new)
+
+        sources = {
+            name: {
+                "tokens_per_s": rate(first.tokens.get(name, tokens), tokens),
+                "rows_per_s": work(name, "samples_prepared"),
+                "waited_share": min(work(name, "waited_s"), 1.0),
+            }
+            for name, tokens in last.tokens.items()
+        }
+        return {
+            "seconds": seconds,
+            "steps_per_s": rate(min(trained, default=0), last.trained or 0),
+            "since_step_s": self._clock() - self._trained_at,
+            "tokens_per_s": sum(one["tokens_per_s"] for one in sources.values()),
+            "wait_share": min(rate(first.waited_s, last.waited_s), 1.0),
+            "worker_cpus": sum(work(name, "cpu_s") for name in last.tokens),
+            "sources": sources,
         }
 
     @property
@@ -157,21 +228,27 @@ class Scaler:
         per_interval = self._steps_per_interval()
         ahead = [max(1, round(number * per_interval)) for number in range(1, self._scaling.lookahead + 1)]
         facts = self._watch(ahead if self._scaling.lookahead else ())
-        seen = _Seen(self._clock(), facts["step"], sum(facts["samples"]), facts["waited_s"], facts["sources"])
+        names = list(facts["names"])
+        seen = _Seen(
+            at=self._clock(), step=facts["step"], trained=facts["trained"], samples=sum(facts["samples"]),
+            tokens=dict(zip(names, facts["tokens"], strict=True)), waited_s=facts["waited_s"],
+            sources=facts["sources"], machines=facts["machines"],
+        )  # fmt: skip
         if newest is not None and (seen.step < newest.step or seen.waited_s < newest.waited_s):
             self._seen.clear()  # a replaced role counts anew
+            self._kept.clear()
             newest = None
         self._seen.append(seen)
+        self._keep(seen)
         for name, source in seen.sources.items():
             self._counted.setdefault(name, (source["busy_s"], source["samples_prepared"]))
         if newest is None:
             return
-        names = list(facts["names"])
         costs = [self._cost(name, number, facts) for number, name in enumerate(names)]
         shares = sample_shares(facts["weights"], costs, facts["level"])
         self._history.append(dict(zip(names, shares, strict=True)))
         self._wanted = self._rate_wanted()
-        self._find_bottleneck(names, shares, costs, newest, seen)
+        self._find_bottleneck(names, shares, costs)
         if self._act is None or not self._wanted:
             return
         workers = tuple(int(seen.sources[name]["workers"]) for name in names)
@@ -192,12 +269,31 @@ class Scaler:
             busy = demand(history[-1], costs, self._wanted)
             self._act(dict(zip(names, decision.workers, strict=True)), dict(zip(names, busy, strict=True)))
 
+    def _keep(self, seen: _Seen) -> None:
+        """Remember what was seen for as long as rates are taken over it."""
+        kept = self._kept
+        if not kept or seen.trained != kept[-1].trained:
+            self._trained_at = seen.at
+        kept.append(seen)
+        while len(kept) > 2 and seen.at - kept[1].at >= RATES_S:
+            if kept[1].trained == seen.trained and seen.at - kept[1].at < MOST_RATES_S:
+                break  # no step since then: a step may take longer than the usual window
+            kept.popleft()
+        first = kept[0]
+        self._pressure = {
+            name: pressure_between(first.machines[name], counters)
+            for name, counters in seen.machines.items()
+            if name in first.machines and counters.at > first.machines[name].at
+        }
+
     def _run(self) -> None:
-        while not self._ended.wait(self._scaling.interval_s):
+        while True:
             try:
                 self.look()
             except Exception as error:  # rule 3
                 logger.debug("looking at the workers failed: %s", error, exc_info=True)
+            if self._ended.wait(self._scaling.interval_s):
+                return
 
     def _seconds(self, name: str, busy_s: float, prepared: int) -> float:
         """Return the seconds of one worker for a sample; 0 before that is known."""
@@ -241,35 +337,43 @@ class Scaler:
         # Up at once, down slowly: a trainer that pauses comes back.
         return max(wanted, self._wanted + _FALL * (wanted - self._wanted))
 
-    def _find_bottleneck(
-        self, names: Sequence[str], shares: Sequence[float], costs: Sequence[SourceCost], before: _Seen, now: _Seen
-    ) -> None:
-        """Find the source that holds up the trainers."""
+    def _find_bottleneck(self, names: Sequence[str], shares: Sequence[float], costs: Sequence[SourceCost]) -> None:
+        """Find the source that holds up the trainers, over the time of the rates that are shown beside it."""
+        before, now = self._kept[0], self._kept[-1]
         busy = demand(shares, costs, self._wanted)
         interval = max(now.at - before.at, 1e-9)
+
+        def since(name: str, key: str) -> float:
+            return float(now.sources[name][key] - before.sources.get(name, {}).get(key, 0.0))
+
         waited = [
             Waited(
                 source=name,
-                waited_s=now.sources[name]["waited_s"] - before.sources.get(name, {}).get("waited_s", 0.0),
+                waited_s=since(name, "waited_s"),
                 demand=load,
                 workers=int(now.sources[name]["workers"]),
+                cpu_share=min(since(name, "cpu_s") / max(since(name, "busy_s"), 1e-9), 1.0),
             )
             for name, load in zip(names, busy, strict=True)
         ]
         share = min((now.waited_s - before.waited_s) / interval, 1.0)
-        self._bottleneck = find_bottleneck(waited, interval, share, headroom=self._scaling.headroom)
+        spare = math.inf
+        if self._pressure:
+            usable = [one for one in self._pressure.values() if {s.resource for s in shortages(one)} <= {"space"}]
+            spare = sum(one.spare_cpus for one in usable)
+        self._bottleneck = find_bottleneck(waited, interval, share, headroom=self._scaling.headroom, spare_cpus=spare)
 
 
 def service_scaler(
     options: ServiceOptions,
     ask: Callable[[GetWorkload], Document],
-    workload: Callable[[], Mapping[int, Mapping[str, Any]]],
+    workload: Callable[[], Workload],
     resize: Callable[[Sequence[int], Sequence[float]], None],
 ) -> Scaler:
     """Make the Scaler of a service; where it does not scale, it only looks.
 
     Args:
-        workload: Returns what the workers of sources did, by the sources' numbers.
+        workload: Returns what loader hosts did.
         resize: Gives every source so many workers, of which it keeps so many busy.
     """
     names: list[str] = []
@@ -278,7 +382,8 @@ def service_scaler(
         facts = ask(GetWorkload(list(ahead))).content
         names[:] = facts["names"]
         done = workload()
-        return {**facts, "sources": {name: done.get(number, _NO_WORKLOAD) for number, name in enumerate(names)}}
+        sources = {name: done.sources.get(number, _NO_WORKLOAD) for number, name in enumerate(names)}
+        return {**facts, "sources": sources, "machines": done.machines}
 
     def act(workers: Mapping[str, int], loads: Mapping[str, float]) -> None:
         resize([workers[name] for name in names], [loads[name] for name in names])

@@ -41,6 +41,8 @@ logger = logging.getLogger("overlord")
 TRY_EVERY_S = 1.0
 """How often promised samples are tried again."""
 WARN_EVERY_S = 60.0
+STATUS_S = 0.5
+"""How long `status` waits for loaders that are at work."""
 STATUS_IDS = 32
 """Bad samples of each source that `status` names."""
 
@@ -229,9 +231,10 @@ class LoaderFleet:
         }
 
     def status(self) -> dict[int, dict[str, Any]]:
-        """Return what each source's loader holds and has met."""
+        """Return what each source's loader holds and has met, without waiting for a source that does not answer."""
         pools = self._pools  # a source may come while a loader is waited for
-        met = {number: pool.alone(lambda loader: loader.counters) for number, pool in pools.items()}
+        until = time.monotonic() + STATUS_S
+        met = {number: pool.counters(until - time.monotonic()) for number, pool in pools.items()}
         bad = {number: heapq.nsmallest(STATUS_IDS, one.bad) for number, one in met.items()}
         return {
             number: {

@@ -33,6 +33,7 @@ from overlord.core.samples import Cursor
 from overlord.job.specs import Source
 from overlord.readers.source_files import SourceFiles
 from overlord.roles.poisoned_rows import verdicts_from_json
+from overlord.runtimes.hosts.host_counters import read_host_counters
 from overlord.runtimes.hosts.loader_fleet import LoaderFleet, StagedSteps, make_fleet, make_pool
 from overlord.runtimes.hosts.peers import RemoteVerdicts
 from overlord.runtimes.hosts.role_host import RoleHost
@@ -125,7 +126,7 @@ class LoaderHost(RoleHost):
 
     def workload(self, message: Nothing) -> SourceReports:
         """Tell what the workers of each source have done."""
-        return SourceReports(self._fleet.workload())
+        return SourceReports(self._fleet.workload(), dataclasses.asdict(read_host_counters(self._options.writes_to)))
 
     def summary_buffer(self, asked: MetaRequests) -> MetaDeltas:
         """Tell what is known of some samples."""

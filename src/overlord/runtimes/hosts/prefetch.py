@@ -25,7 +25,7 @@ from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
 from overlord.core.order import BEGIN, NO_GROUP, Group, SourceOrder
 from overlord.core.samples import WHOLE, Cursor, Part
 from overlord.errors import ReaderError, SourceError
-from overlord.roles.source_loader import AHEAD_BYTES, SourceLoader, Staged, rows_at_once
+from overlord.roles.source_loader import AHEAD_BYTES, LoaderCounters, SourceLoader, Staged, rows_at_once
 from overlord.runtimes.supervision.work_clock import Spent, WorkClock, note_help
 from overlord.scaling.profiles import AHEAD
 from overlord.transforms.samples.per_sample import Workers
@@ -437,8 +437,11 @@ class PrefetchPool:
         """What workers and callers have spent on reading, measuring and finishing."""
         self._took = Spent()
         """What of it went into reading and measuring."""
-        self.waited_s = 0.0
-        """Seconds that planner and constructors were held up by this source."""
+        self._waited_s = 0.0
+        """Seconds that planner and constructors were held up by this source, in requests that were answered."""
+        self._waiting: dict[int, float] = {}
+        """Since when requests that are not answered yet wait, by the threads that ask."""
+        self._counted = LoaderCounters(0, set(), set())
         self.prepared = 0
         """Samples measured."""
         self._tell_loader()
@@ -472,6 +475,7 @@ class PrefetchPool:
     def summary_buffer(self, request: MetaRequest) -> MetaDelta:
         """Tell what is known of some samples; waits until the workers have them."""
         began = time.perf_counter()
+        self._waiting[threading.get_ident()] = began
         with self._changed:
             self._pace.asked(request.count, began)
         # Rows before `at` are there; `left` are missing, unless the epoch ends before.
@@ -507,7 +511,22 @@ class PrefetchPool:
                         return self._asked(dataclasses.replace(request, count=request.count - left))
                 self._spoiled = False
         finally:
-            self.waited_s += time.perf_counter() - began
+            self._waited_s += time.perf_counter() - self._waiting.pop(threading.get_ident())
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that planner and constructors were held up by this source, by now."""
+        now = time.perf_counter()
+        return self._waited_s + sum(now - began for began in list(self._waiting.values()))
+
+    def counters(self, within_s: float) -> LoaderCounters:
+        """Return what the loader has counted; what it had before, where it cannot be asked in time: it may hang."""
+        if self._changed.acquire(timeout=max(within_s, 0.0)):
+            try:
+                self._counted = self.loader.counters
+            finally:
+                self._changed.release()
+        return self._counted
 
     def _there(self, at: Cursor, left: int) -> tuple[Cursor, int, Group]:
         """Pass over rows that are measured; return the first that is not, how many are missing, and its group."""

@@ -326,6 +326,8 @@ MEASURED_SHARES = 100
 """Sources whose share of the mixture is noted over the steps: those with the largest."""
 MOST_MARKS = 500
 """Changes of a run that its history names: the newest."""
+TELL_S = 0.1
+"""How long a host that tells how far its clients are waits for a planner that is at work."""
 STATUS_S = 1.0
 """status() waits this long for the planner's lock, then reads without it."""
 
@@ -450,6 +452,9 @@ class SharedPlanner:
         self._decoded: OrderedDict[str, tuple[set[int], dict[int, int]]] = OrderedDict()
         """Of plans: the ranks whose media are decoded, and the labels of each sample that does not."""
         self._news: dict[int, HostNews] = {}
+        self._newest_news: dict[int, HostNews] = {}
+        """The same as soon as it comes: written without the lock, which a planner that waits for a source holds. Then
+        most of all, `status` must show how long trainers wait. `_hear_newest` makes `_news` of it."""
         self._reached: dict[int, int] = {}
         self._born = self._pace.now()
         self._closing = self._closed = False
@@ -485,9 +490,10 @@ class SharedPlanner:
     def plan(self, step: int, news: HostNews, host: int = 0) -> LoadingPlan | Waiting | None:
         """Return the plan of a step for a host: made now, or remembered; None past the end."""
         until = self._pace.now() + PATIENCE_S
+        self._newest_news[host] = news
         with self._changed:
             self._check_not_rewound()
-            self._hear(host, news)
+            self._hear_newest()
             if news.newcomers and not self._comes_near(step, until):
                 return Waiting(None)
             if not self._pace.threads and step >= self._planner.next_step and self._down is None:
@@ -554,11 +560,15 @@ class SharedPlanner:
         return self._planner.latest_weights
 
     def tell(self, news: HostNews, host: int = 0) -> None:
-        """Hear how far the clients of a host are."""
-        with self._changed:
-            if not self._closed:  # a client may go after the service it was attached to
-                self._hear(host, news)
-                self._forget_passed()
+        """Hear how far the clients of a host are; what follows from it may wait for a planner that is at work."""
+        self._newest_news[host] = news
+        if self._changed.acquire(timeout=TELL_S):
+            try:
+                if not self._closed:  # a client may go after the service it was attached to
+                    self._hear_newest()
+                    self._forget_passed()
+            finally:
+                self._changed.release()
 
     def ask(self, request: Request[Any]) -> Any:
         """Answer a client, or the owner of the service; what that promises is written down first, however long that is.
@@ -570,7 +580,9 @@ class SharedPlanner:
         if isinstance(request, msg.GetStatus):
             return Document(self._status())
         if isinstance(request, msg.GetWorkload):  # without the lock: it is asked for when a planner waits for loaders
-            return Document({**workload(self._planner, request.ahead), "waited_s": self._waited_s()})
+            reached = [step for news in list(self._newest_news.values()) for step in news.positions.values()]
+            trainers = {"waited_s": self._waited_s(), "trained": max(reached, default=None)}
+            return Document({**workload(self._planner, request.ahead), **trainers})
         if isinstance(request, msg.GetPlan) and request.kept:  # without the lock too: it is asked for by onlookers
             return msg.PlanBytes(bytes(plan_to_bytes(self._planner.kept_plan(request.step))))
         if isinstance(request, msg.GetHistory):
@@ -605,6 +617,7 @@ class SharedPlanner:
             refuse_coming_step(planner, step)
             if not self._plan_up_to(step, math.inf if request.alone else JOIN_S):
                 return msg.RanksMissing([])
+            self._hear_newest()
             if request.state is not None:
                 planner.check_state(request.state)
             now = self._pace.now()
@@ -716,7 +729,7 @@ class SharedPlanner:
 
     def _any_near(self, ranks: Sequence[int], step: int) -> bool:
         """Whether one of some ranks is attached and at a step or beyond: its host decodes what comes next for it."""
-        positions = [news.positions for news in list(self._news.values())]
+        positions = [news.positions for news in list(self._newest_news.values())]
         return any(rank in found and found[rank] >= step for found in positions for rank in ranks)
 
     def close(self) -> None:
@@ -728,6 +741,8 @@ class SharedPlanner:
         with self._changed:
             if self._closed:
                 return
+            if self._hear_newest():
+                self._forget_passed()
             self._closed = True
             if self._planner.checkpoints.store.lineage and self._lost is None:
                 with contextlib.suppress(StoreError):  # told below, where it concerns the stream
@@ -860,8 +875,9 @@ class SharedPlanner:
         """Tell how things are, also while the planner waits for a store that does not answer."""
         held = self._changed.acquire(timeout=STATUS_S)
         try:
-            positions = {rank: at for news in self._news.values() for rank, at in news.positions.items()}
-            found = self._describe(positions, sum(news.view_bytes for news in self._news.values()))
+            newest = list(self._newest_news.values())
+            positions = {rank: at for news in newest for rank, at in news.positions.items()}
+            found = self._describe(positions, sum(news.view_bytes for news in newest))
         finally:
             if held:
                 self._changed.release()
@@ -869,7 +885,7 @@ class SharedPlanner:
         since = {"since": self._down[0]} if self._down else {}
         hosts = {
             str(host): {name: getattr(news, name) for name in ("fetched_bytes", "held_bytes", "packed_bytes")}
-            for host, news in sorted(self._news.items())
+            for host, news in sorted(self._newest_news.copy().items())
         }
         store = {**found["store"], "error": str(trouble) if trouble else None, **since}
         history = self._planner.inputs.history
@@ -885,7 +901,7 @@ class SharedPlanner:
 
     def _waited_s(self) -> float:
         """Return the seconds in which trainers waited for a batch, on the host where they waited most."""
-        return max((news.waited_s for news in list(self._news.values())), default=0.0)
+        return max((news.waited_s for news in list(self._newest_news.values())), default=0.0)
 
     def _measure(self) -> None:
         """Note how the run does: never while a step is planned, and at most once for a step."""
@@ -934,6 +950,13 @@ class SharedPlanner:
                             self._watch.looked(name, found)
                     except StoreError as error:
                         self._failed(error)  # it returns when the store is back
+
+    def _hear_newest(self) -> bool:
+        """Take in what hosts have told; return whether there was anything."""
+        unheard = [(h, news) for h, news in self._newest_news.copy().items() if self._news.get(h) is not news]
+        for host, news in unheard:
+            self._hear(host, news)
+        return bool(unheard)
 
     def _hear(self, host: int, news: HostNews) -> None:
         before = self._news.get(host, news).positions

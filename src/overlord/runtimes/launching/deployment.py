@@ -647,6 +647,7 @@ def base_weights(job: Job, facts: Mapping[str, SourceFacts]) -> dict[str, float]
 # fast too.
 
 
+COMPILING = "compiling kernels"
 SAY_AFTER_S = 2.0
 """Seconds of compiling after which a process says that it compiles."""
 
@@ -658,6 +659,8 @@ class _CompilingNotice:
         self._began = self._total = 0.0
         self._depth = 0
         self._told = False
+        self.progress: Progress | None = None
+        """Also told, where a service process starts."""
 
     def on_start(self, event: Any) -> None:
         """Note that a kernel is being compiled, maybe for another one."""
@@ -670,6 +673,8 @@ class _CompilingNotice:
         self._tell_if_long()
         self._depth -= 1
         self._total += 0.0 if self._depth else time.monotonic() - self._began
+        if self._told and not self._depth and self.progress is not None:
+            self.progress(COMPILING, 1, 1)
 
     def _tell_if_long(self) -> None:
         if not self._told and self._total + time.monotonic() - self._began > SAY_AFTER_S:
@@ -678,14 +683,18 @@ class _CompilingNotice:
                 "kernels are being compiled, which takes up to a minute or two. It is done once after an install: the "
                 "next start finds them in numba's cache, if its folder can be written (see NUMBA_CACHE_DIR)."
             )
+        if self._told and self.progress is not None:
+            self.progress(COMPILING, 0, 1)
 
 
 @functools.cache
-def tell_of_compiling() -> None:
+def tell_of_compiling() -> _CompilingNotice:
     """From now on, say in the log when this process compiles for long."""
     from numba.core import event  # numba is loaded where a kernel is called
 
-    event.register("numba:compile", type("CompilingNotice", (_CompilingNotice, event.Listener), {})())
+    notice = type("CompilingNotice", (_CompilingNotice, event.Listener), {})()
+    event.register("numba:compile", notice)
+    return notice  # type: ignore[no-any-return]
 
 
 def warm_job(job: Job, layout: Layout) -> None:

@@ -34,6 +34,7 @@ from overlord.runtimes.transport.role_endpoint import ROLES
 @contextlib.contextmanager
 def serving(bundle: bytes, folder: Path, progress: Progress, keep: KeepOptions) -> Iterator[str]:
     """Serve a job with threads of this process, or with processes of this host."""
+    tell_of_compiling().progress = progress
     job, options, names = unbundled(bundle, folder)
     check_file_limit(options.mesh.world_size)
     try_tokenizer(job, options.cache, Limits(options.heartbeat_s))

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -115,6 +116,12 @@ class ServiceOptions:
     """What of the job's sources may differ from the state's."""
     on_source_failure: OnSourceFailure = "stop"
     """What happens to a source that cannot be read any more."""
+
+    @property
+    def writes_to(self) -> list[str]:
+        """The folders of this host in which the service writes."""
+        stores = [self.store] if self.store is not None and "://" not in self.store else []
+        return [*stores, self.cache, tempfile.gettempdir()]
 
     @property
     def pooled(self) -> bool:

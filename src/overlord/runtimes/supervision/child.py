@@ -198,10 +198,8 @@ class ChildProcess:
 
 def usable_cpus(folder: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
     """Return how many cores this process may use: by its affinity mask, and by the quotas of its control groups."""
-    found = float(len(os.sched_getaffinity(0)))
-    for group in control_groups("cpu", folder, own):
-        found = min(found, _quota_of(group))
-    return max(1, math.ceil(found))
+    quotas = [_quota_of(group) for group in control_groups("cpu", folder, own)]
+    return max(1, math.ceil(min([float(len(os.sched_getaffinity(0))), *quotas])))
 
 
 def control_groups(

@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import logging
+import math
 import os
 import select
 import shutil
@@ -45,7 +46,7 @@ from overlord.core.messages import ServiceOptionsKept, ServiceProgress, ServiceR
 from overlord.errors import ClosedError, Fenced, OverlordError, Rewound, ServiceLost, SpecError, StoreError
 from overlord.job.specs import Job
 from overlord.roles.client import Client
-from overlord.runtimes.client_feed import ask_once, connect, write_failure
+from overlord.runtimes.client_feed import STARTING, ask_once, connect, write_failure, write_start
 from overlord.runtimes.launching.service_options import KeepOptions, Progress, ServiceOptions, pack
 from overlord.runtimes.supervision.child import LIMITS, Backoff, ChildProcess, Limits, Liveness, Restarts
 from overlord.runtimes.supervision.cleanup import set_up_process
@@ -118,6 +119,8 @@ class ServiceChild(ChildProcess):
         started: subprocess.Popen[bytes] | None = None,
     ) -> None:  # fmt: skip
         self._process = started or start_service(order.module, order.environment, keeps_folder)
+        self._folder, self._again = folder, bundle is order.again
+        self._noted_at = -math.inf
         super().__init__(self._process.pid)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._into, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
@@ -143,6 +146,9 @@ class ServiceChild(ChildProcess):
         """Storage options of sources that were added while it ran."""
         self.rewound = False
         """Whether it ends because all ranks go back to an earlier step."""
+        self.doing: str | None = None
+        """What it does while it starts; None when it serves."""
+        self._note_start("its process loads what it needs")
 
     @property
     def lived_s(self) -> float:
@@ -277,7 +283,8 @@ class ServiceChild(ChildProcess):
 
     def _take(self, event: ServiceEvent, now: float, progress: Progress | None) -> None:
         if isinstance(event, ServiceReady):
-            self.address, self._ready_at = event.address, now
+            self.address, self._ready_at, self.doing = event.address, now, None
+            (self._folder / STARTING).unlink(missing_ok=True)
             self.liveness = Liveness(self._limits.service_silence, self._limits.service_silence, now)
             self.liveness.heard(now, expect=False)  # the heartbeat asks from now on
         elif isinstance(event, Failure):
@@ -289,8 +296,21 @@ class ServiceChild(ChildProcess):
                 self.served = max(self.served, event.done)
             elif event.what == REWOUND:
                 self.rewound = True
-            elif progress is not None:
-                progress(event.what, event.done, event.of)
+            else:
+                self._note_start(f"{event.what}, {event.done:,} of {event.of:,}" if event.of > 1 else event.what)
+                if progress is not None:
+                    progress(event.what, event.done, event.of)
+
+    def _note_start(self, doing: str) -> None:
+        """Note what it does while it starts, also for clients that wait for it; they look now and then."""
+        if self.address is not None:
+            return
+        changed = self.doing is None or self.doing.partition(",")[0] != doing.partition(",")[0]
+        self.doing = doing
+        if changed or time.monotonic() - self._noted_at > LOOK_EVERY_S:
+            self._noted_at = time.monotonic()
+            with contextlib.suppress(OSError):  # a disk that is full: clients learn less
+                write_start(self._folder, doing, again=self._again)
 
 
 class ServiceSupervisor:
@@ -321,6 +341,11 @@ class ServiceSupervisor:
     def restarts(self) -> int:
         """How often the process was started again."""
         return self._restarts.count
+
+    @property
+    def doing(self) -> str | None:
+        """What a process that starts is doing."""
+        return self._process.doing
 
     @property
     def starts_again(self) -> bool:
@@ -580,6 +605,7 @@ class ServiceProcess:
                 backoff.pause()  # by then its supervisor has noticed the end
         why = self._seen.get("failed")
         about = {"pid": self.pid, "restarts": self.restarts, "state": "failed" if why else state, "why": why}
+        about |= {} if state == "up" else {"doing": self._supervisor.doing}
         return {"hosts": [], "faults": []} | self._seen | {"service": about, "restarts": self.restarts}
 
     def close(self) -> None:

@@ -34,7 +34,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from overlord.core.client_messages import AddSource, ChangedAt, Document, GetStatus, Message, Request, Reshard
+from overlord.core.client_messages import (
+    AddSource,
+    ChangedAt,
+    Document,
+    GetStatus,
+    GetWorkload,
+    Message,
+    Request,
+    Reshard,
+)
 from overlord.core.messages import (
     BeginPlanning,
     Close,
@@ -48,12 +57,13 @@ from overlord.core.messages import (
     Resize,
     SomeSources,
     SourceFacts,
+    SourceReports,
 )
 from overlord.core.samples import Part
 from overlord.errors import AnswerLost, ClosedError, Fenced, OverlordError, Rewound, ServiceLost, StoreError
 from overlord.job.specs import Job
 from overlord.roles.assignment import NO_HOST, Assignment, promote
-from overlord.runtimes.autoscaling.scaler import refresh_profile, service_scaler
+from overlord.runtimes.autoscaling.scaler import Workload, refresh_profile, service_scaler
 from overlord.runtimes.hosts.peers import PLANNER, add_up, loader_name
 from overlord.runtimes.launching.add_source import AddedSources
 from overlord.runtimes.launching.cluster_placement import Site
@@ -68,6 +78,7 @@ from overlord.runtimes.transport.engine import Engine, Peer, PeerGone, Pending
 from overlord.runtimes.transport.listener import CONTROL, answer_requests, listen
 from overlord.runtimes.transport.role_codec import unwrap
 from overlord.scaling.dealing import Deal, deal
+from overlord.scaling.pressure import HostCounters
 
 logger = logging.getLogger("overlord")
 
@@ -236,6 +247,8 @@ class Supervisor:
             return ChangedAt(self.added.add(request))
         if isinstance(request, Reshard) and request.hosts is not None:
             return self.trainers.reshard(request)
+        if isinstance(request, GetWorkload):
+            self._ask_running("constructor", "tell_progress", Nothing(), self._limits.progress)
         if not isinstance(request, GetStatus):
             return self._peers.insist(PLANNER, "ask", request)
         if not self._last_status or not (self.table.failed or self.peer(PLANNER) is None):
@@ -592,14 +605,21 @@ class HostChanges:
         """Return the workers that a replaced host begins with."""
         return dict(self._sizes.get(host, {}))
 
-    def workload(self) -> dict[int, dict[str, Any]]:
-        """Return what the workers of every source have done, on all hosts together."""
-        found: dict[int, dict[str, Any]] = {}
+    def workload(self) -> Workload:
+        """Return what the workers of every source have done, on all hosts together, and how their machines do."""
+        sources: dict[int, dict[str, Any]] = {}
+        machines: dict[str, HostCounters] = {}
         for host in self._running():
             answer = self._table.peers.ask(loader_name(host), "workload", Nothing()).get()
-            for source, one in (unwrap(answer).sources if answer is not None else {}).items():
-                add_up(found, source, one)
-        return found
+            if answer is None:
+                continue
+            reports: SourceReports = unwrap(answer)
+            for source, one in reports.sources.items():
+                add_up(sources, source, one)
+            if reports.machine is not None:
+                counters = HostCounters(**reports.machine)
+                machines[counters.machine] = counters
+        return Workload(sources, machines)
 
     def resize(self, workers: Sequence[int], loads: Sequence[float]) -> None:
         """Give sources so many workers, on the hosts that have them or on others.
@@ -791,7 +811,7 @@ def supervised(
     def answer(request: Request[Any]) -> tuple[Any, list[int]]:
         found = supervisor.ask(request)
         if isinstance(request, GetStatus):
-            found = Document(found.content | {"scaling": scaler.describe()})
+            found = Document(found.content | scaler.describe())
         return found, []
 
     try:
