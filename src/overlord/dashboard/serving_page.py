@@ -35,6 +35,7 @@ from starlette.staticfiles import StaticFiles
 from overlord.dashboard.watching import LOOK_EVERY_S, Watch
 from overlord.errors import OverlordError
 from overlord.reports.pages import STYLE
+from overlord.runtimes.supervision.child import name_process
 from overlord.runtimes.supervision.page_process import LOOPBACK, LOOPBACKS, TOKEN_VARIABLE, end_with_launcher, url_of
 
 PAGE = Path(__file__).parent / "page"
@@ -189,6 +190,7 @@ class PageServer:
 
 
 if __name__ == "__main__":  # the process of `launch(dashboard=PORT)`: an address, and the descriptor of its socket
+    name_process("page")
     page = PageServer(sys.argv[1], socket.socket(fileno=int(sys.argv[2])), os.environ.get(TOKEN_VARIABLE))
     end_with_launcher(page.stop)
     page.run()

@@ -19,7 +19,6 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import fcntl
 import gc
@@ -39,7 +38,14 @@ from overlord.core.client_messages import Message
 from overlord.core.messages import EndChildren, ForkAnswer, ForkChild, ForkServerFor, WorkerMessage
 from overlord.core.ragged import RowBatch
 from overlord.errors import ServiceLost
-from overlord.runtimes.supervision.child import LIMITS, ChildProcess, Limits, exit_status
+from overlord.runtimes.supervision.child import (
+    LIMITS,
+    ChildProcess,
+    Limits,
+    die_with_parent,
+    exit_status,
+    name_process,
+)
 from overlord.runtimes.supervision.early_start import ONE_THREAD, start_python
 from overlord.runtimes.transport.codec import OnSilence
 from overlord.runtimes.transport.role_codec import receive_message, receive_rows, send_message, send_rows
@@ -361,7 +367,8 @@ def start_template() -> None:
     _template = None
     code = 1
     try:
-        _die_with_parent()
+        die_with_parent()
+        name_process("template")
         _keep_only(theirs.fileno())
         _be_template(theirs)
         code = 0
@@ -422,6 +429,7 @@ Serve = Callable[[socket.socket], None]
 def _run_server(module: str, control: socket.socket, preloads: Sequence[str]) -> NoReturn:
     """Be the fork server of a module; never return."""
     code = 1
+    name_process("fork-server")
     try:
         served = importlib.import_module(module)
         getattr(served, "preload", lambda *_: None)(*preloads)
@@ -479,7 +487,7 @@ def _answer(
     if pid == 0:
         control.close()
         os.set_inheritable(fds[0], False)  # a program that the function starts must not keep the connection open
-        _die_with_parent()
+        die_with_parent()
         _run_child(socket.socket(fileno=fds[0]), serve)
     os.close(fds[0])
     children.add(pid)
@@ -492,17 +500,6 @@ def _end(pid: int, children: set[int]) -> int:
     _, status = os.waitpid(pid, 0)
     children.discard(pid)
     return os.waitstatus_to_exitcode(status)
-
-
-_PR_SET_PDEATHSIG = 1
-"""Of linux/prctl.h."""
-
-
-def _die_with_parent() -> None:
-    """Have the kernel kill this process when the server ends: also one that is stopped, which no other signal ends."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
-    if prctl is not None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _run_child(connection: socket.socket, serve: Serve) -> NoReturn:
