@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -156,6 +157,62 @@ def test_it_equals_a_launch_from_that_step(ids_job, cache, tmp_path, how):
         assert service.status()["store"]["lineage"] == 2
     with ol.launch(job, runtime="inline", cache=cache, store=tmp_path / "running", state=back_to + 3) as service:
         assert reported(service.client(), 5, 9.0) == expected[3:8], "the new lineage is the one that is resumed"
+
+
+def kill_planner(service: ol.Service) -> None:
+    """Kill the process that plans: the service itself, or the host of the planner where it is another process."""
+    hosts = {host["role"]: host["pid"] for host in service.status()["hosts"]}
+    os.kill(hosts.get("planner", service.pid), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [(2, {}), pytest.param(1, {"loader_hosts": 2}, marks=pytest.mark.slow)],
+    ids=["local", "processes"],
+)
+def test_trainers_and_service_that_die_together_go_on_at_the_checkpoint(ids_job, cache, ranks, how):
+    """The newest snapshot is older than the checkpoint, and the last records of plans may be lost."""
+    mesh = ol.ClientPlaceTree(dp=ranks)
+    with ol.launch(ids_job, mesh=mesh, runtime="inline", cache=cache) as service:
+        expected = [seen(service.client(rank), 20) for rank in range(ranks)]
+    with ol.launch(ids_job, mesh=mesh, cache=cache, **how) as service:
+        trainers = [Trainer(service.address, rank, 13) for rank in range(ranks)]
+        before = [trainer.finish() for trainer in trainers]
+        assert before == [steps[:13] for steps in expected]
+        kill_planner(service)
+        for trainer in trainers:
+            trainer.kill()
+        again = train_and_die(service.address, ranks, 7, 13)
+        assert again == [steps[13:] for steps in expected]
+        kill_planner(service)
+        with pytest.raises(ol.StateError, match=r"step 900 was asked for.*Give a step from 0 to \d\d,"):
+            service.client(0, step=900)
+
+
+def test_a_step_that_was_never_handed_out_is_refused_after_a_crash(ids_job, cache):
+    """It is before the horizon, but needs a report that is not in the journal."""
+    with ol.launch(learning_job(ids_job), cache=cache) as service:
+        with service.client() as client:
+            reported(client, 6, 2.0)
+        kill_planner(service)
+        with pytest.raises(ol.StateError, match=r"step 14 was asked for.*step 10 needs the report of step 6"):
+            service.client(step=14)
+        with service.client(step=6) as client:
+            assert next(client).index == 6
+
+
+def test_a_launch_after_a_crash_goes_on_at_the_checkpoint(ids_job, cache, tmp_path):
+    """As above, where the launcher is lost too: the last records of plans are not in the store."""
+    with ol.launch(ids_job, runtime="inline", cache=cache) as service:
+        expected = seen(service.client(), 20)
+    store, crashed = tmp_path / "store", tmp_path / "crashed"
+    with ol.launch(ids_job, runtime="inline", cache=cache, store=store) as service, service.client() as client:
+        seen(client, 13)
+        shutil.copytree(store, crashed, ignore=shutil.ignore_patterns("owner-*", "held-*", "alive"))
+    with ol.launch(ids_job, runtime="inline", cache=cache, store=crashed, state=13) as service:
+        assert seen(service.client(), 7) == expected[13:]
+    with pytest.raises(ol.StateError, match=r"step 30 was asked for.* keeps the steps 0 to 1\d;"):
+        ol.launch(ids_job, runtime="inline", cache=cache, store=store, state=30)  # it was closed: nothing is missing
 
 
 def test_a_rank_that_died_alone_goes_on_alone(ids_job, cache):

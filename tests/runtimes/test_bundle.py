@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import shutil
@@ -82,3 +83,60 @@ def test_a_service_process_of_another_version_says_so(ids_job, cache, tmp_path):
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, env=os.environ)
     assert VERSION in done.stdout and "9.9.9" in done.stdout, done.stdout + done.stderr
+
+
+SPAWNS = """
+import multiprocessing, sys
+import overlord as ol
+
+LIMIT = 5
+
+def sample(row):
+    return {"tokens": row["ids"].tolist()[:LIMIT]}
+
+def strategy(buffer, tree):
+    return ol.strategies.backbone_balance()(buffer, tree)
+
+def rank(path, cache, runtime):
+    source = ol.Source("a", path, sample=ol.Custom(sample, columns=["ids"]))
+    job = ol.Job([source], batch=ol.Batch(16, global_samples=2))
+    with ol.launch(job, strategy=strategy, cache=cache, runtime=runtime) as service:
+        print(runtime, next(service.client()).global_tokens, flush=True)
+
+if __name__ == "__main__":
+    for runtime in ("local", "inline"):
+        process = multiprocessing.get_context("spawn").Process(target=rank, args=(*sys.argv[1:], runtime))
+        process.start()
+        process.join()
+"""
+
+
+def test_functions_of_a_script_whose_ranks_are_spawned_travel_by_value(ids_job, cache, tmp_path):
+    """As torch.multiprocessing.spawn does: the script is the module `__mp_main__`, which exists in its ranks only."""
+    script = tmp_path / "train.py"
+    script.write_text(SPAWNS)
+    command = [sys.executable, str(script), ids_job.sources[0].path[0], cache]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=os.environ)
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["local", "inline"], done.stderr
+    assert len({line.split()[1] for line in done.stdout.splitlines()}) == 1
+
+
+class Unloadable:
+    """A strategy that pickles, and fails when it is loaded."""
+
+    def __call__(self, buffer, tree):
+        raise NotImplementedError
+
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def test_the_launcher_is_told_why_its_service_could_not_start(ids_job, cache, tmp_path, monkeypatch):
+    with pytest.raises(ol.OverlordError, match=r"failed while it started \(ValueError: invalid literal.*'no number'"):
+        ol.launch(ids_job, strategy=Unloadable(), cache=cache)
+    (tmp_path / "only_in_the_launcher.py").write_text("def strategy(buffer, tree): pass")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("only_in_the_launcher")
+    monkeypatch.undo()
+    with pytest.raises(ol.SpecError, match=r"cannot be loaded in the service.*No module named 'only_in_the_launcher'"):
+        ol.launch(ids_job, strategy=module.strategy, cache=cache)

@@ -86,10 +86,11 @@ class Attached(Reply, frozen=True):
 
 
 class RanksMissing(Reply, frozen=True):
-    """Other ranks must ask for the same step before a stream goes back to it."""
+    """Ask again: other ranks must ask for the same step before a stream goes back to it."""
 
     waits: list[tuple[int, int | None]]
-    """Those that have not, each with the step it is at; None for one that is not attached."""
+    """Those that have not, each with the step it is at; None for one that is not attached. Empty while a planner that
+    was replaced plans up to the step."""
 
 
 class StepHeader(Struct, frozen=True):

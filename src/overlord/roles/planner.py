@@ -118,7 +118,8 @@ class Planner:
         """Live changes of the sources."""
         self.first_step = store.first_step if store.lineage else state.step
         """The step this stream was launched at."""
-        self._promised = store.horizon if store.lineage else state.step
+        self.promised = store.horizon if store.lineage else state.step
+        """Steps before this one may have been handed out by a planner that this one replaces."""
         self.meshes = Meshes(mesh, self.first_step, inputs)
         """The mesh of every step."""
         self._states = KeptStates((*start.earlier, state), keep=keep)
@@ -270,7 +271,7 @@ class Planner:
         """Record the trainer's metrics of a step; the first report of a step counts."""
         if self.inputs.report_of(step) is not None:
             return
-        if self.next_step <= step < self._promised:
+        if self.next_step <= step < self.promised:
             self.plan_raw(step)  # it may have been handed out before a crash, and is not planned again yet
         if step >= self.next_step:
             raise SpecError(
@@ -333,7 +334,7 @@ class Planner:
     def _effective(self, what: str, at_step: int | None) -> int:
         # Steps up to the promised horizon may have been handed out before a crash, and must not change; but none from
         # the first step on that has no source to draw from.
-        promised = range(self.next_step, self._promised)
+        promised = range(self.next_step, self.promised)
         first = next((step for step in promised if not self.inputs.roster_at(step).drawn), promised.stop)
         first = max(first, self.next_step)
         at = first if at_step is None else at_step
@@ -381,7 +382,7 @@ class Planner:
             try:
                 return self._drawer.draw()
             except (ReaderError, SourceError) as error:
-                parks = self._parks_failing and step >= self._promised  # a promised step includes the source
+                parks = self._parks_failing and step >= self.promised  # a promised step includes the source
                 if not parks or error.source is None or error.source in self.sources.parked(step):
                     raise
                 # The change is on disk before the draw is repeated.

@@ -582,11 +582,14 @@ class _Others:
         self._warned = False
 
     def __call__(self, waits: list[Any]) -> None:
-        """Hear which ranks have not asked for the step, and where they are.
+        """Hear which ranks have not asked for the step, and where they are; none while the service plans up to it.
 
         Raises:
             StateError: They did not come.
         """
+        if not waits:
+            self._since = time.monotonic()
+            return
         waited = time.monotonic() - self._since
         told = ", ".join(
             f"rank {rank} " + ("is not attached" if at is None else f"is attached at step {at}") for rank, at in waits

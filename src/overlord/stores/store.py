@@ -32,6 +32,8 @@ from overlord.stores.places import Place
 
 VERSION = 1
 KEPT_LINEAGES = 4
+CLOSED = "closed"
+"""The kind of the record that ends the journal of a store that was closed: no plan record is missing."""
 _JOB = "job.yaml"
 _BESIDE = {"loaders": 2, "history": 1}
 """How many files of the loaders' counters, and of the history of metrics, are kept."""
@@ -142,6 +144,15 @@ class FoundLineage:
         """The first step that has no plan in the lineage."""
         planned = [record["step"] + 1 for record in self.records if record["kind"] == "plan"]
         return max([self.newest.step, *planned])
+
+    @property
+    def last_resumable(self) -> int:
+        """The last step that a trainer may have come to: after a crash, newer ones than have a plan, up to the horizon.
+
+        Plan records are written in groups, so the last of them are lost with the process that planned.
+        """
+        closed = bool(self.records) and self.records[-1]["kind"] == CLOSED
+        return self.reached if closed else max(self.reached, self.horizon)
 
 
 def lineage_before(place: Place, found: FoundLineage, step: int) -> FoundLineage:
@@ -361,7 +372,7 @@ class Store:
         """
         try:
             if self.lineage:
-                self.journal.commit(force=True)
+                self.journal.append({"kind": CLOSED, "step": -1}, durable=True)
         finally:
             self.journal.close()
             self._claim.close()

@@ -5,7 +5,8 @@ Rules of this file:
 2. A snapshot may begin at what every rank that ever attached has passed, whichever host serves it by now. A planner
    that replaces another waits for a while until all of them have told where they are.
 3. A step is not planned because a rank waits for it that only comes with it: the others come there first.
-4. A trainer that comes back with the step of its checkpoint goes on there. Where steps behind it were handed out to its
+4. A trainer that comes back with the step of its checkpoint goes on there, also where the planner was lost with it and
+   has started at an older snapshot: the steps between are planned again. Where steps behind it were handed out to its
    rank, or reported, the lineage ends: all ranks must ask for the same step, the rewind is written down (`history`
    says what follows from that), and the service is started again. Also a short way back goes by that: the roles that
    have moved on are many (read buffers, built steps, attached clients, sources that came since), and one path that a
@@ -360,17 +361,18 @@ def goes_back(planner: Planner, rank: int, step: int, reached: Mapping[int, int]
 
 
 def refuse_coming_step(planner: Planner, step: int) -> None:
-    """Refuse a step that the stream has not come to.
+    """Refuse a step that no trainer of this stream can have come to.
 
     Raises:
         StateError: it names the steps that can be asked for.
     """
-    if step > planner.next_step:
+    last = planner.next_step if planner.end is not None else max(planner.next_step, planner.promised)
+    if step > last:
         oldest = planner.checkpoints.store.oldest_step
         raise StateError(
-            f"step {step} was asked for, and this service has come to step {planner.next_step}; what was trained on "
-            f"before it is unknown. Give a step from {oldest} to {planner.next_step}, or launch a service from the "
-            "state of your checkpoint (state=)."
+            f"step {step} was asked for, and this service has come to step {last}; what was trained on before it is "
+            f"unknown. Give a step from {oldest} to {last}, or launch a service from the state of your checkpoint "
+            "(state=)."
         )
 
 
@@ -598,9 +600,11 @@ class SharedPlanner:
         rank, step, planner = request.rank, request.step, self._planner
         with self._changed:
             self._check_not_rewound()
+            refuse_coming_step(planner, step)
+            if not self._plan_up_to(step, math.inf if request.alone else JOIN_S):
+                return msg.RanksMissing([])
             if request.state is not None:
                 planner.check_state(request.state)
-            refuse_coming_step(planner, step)
             now = self._pace.now()
             self._asked = {r: asked for r, asked in self._asked.items() if now - asked[1] < ASKED_S}
             self._told &= set(self._asked)
@@ -631,6 +635,33 @@ class SharedPlanner:
         if self._rewound is not None:
             self._rewound()
         raise self._rewind_error(step)
+
+    def _plan_up_to(self, step: int, seconds: float) -> bool:
+        """Plan the steps before one that a trainer has come to; return whether that was done in the given time.
+
+        A planner that recovers starts at its newest snapshot, which is behind the trainers, and records of plans may
+        have been lost with its predecessor. The inputs of every step before the horizon are on disk, so planning these
+        steps again gives what the trainer was handed out. It is done in slices, as the caller and others wait.
+
+        Raises:
+            StateError: A step before it was never handed out.
+        """
+        planner, until = self._planner, self._pace.now() + seconds
+        try:
+            while planner.next_step < step and planner.end is None:
+                if self._pace.now() > until:
+                    return False
+                planner.plan_raw(planner.next_step)
+            if step == planner.next_step > planner.first_step:
+                planner.plan_raw(step - 1)  # it may be drawn only, and its strategy waits for a report
+        except (ReportMissing, NothingToDraw) as error:
+            raise StateError(
+                f"step {step} was asked for, and no trainer of this service has come to it: a step before it was never "
+                f"handed out. {error} Give an earlier step, or launch a service from the state of your checkpoint "
+                "(state=)."
+            ) from error
+        refuse_coming_step(planner, step)  # the stream may end before it
+        return True
 
     def _write_rewind(self, step: int, mesh: ClientPlaceTree) -> None:
         planner = self._planner

@@ -160,12 +160,12 @@ def before(
         StateError: The store does not hold the step any more; it names those that it holds.
     """
     found = lineage_before(place, newest, step)
-    oldest, reached = found.snapshots[0].step, found.reached
-    if not oldest <= step <= reached:
+    oldest, last = found.snapshots[0].step, found.last_resumable
+    if not oldest <= step <= last:
         raise StateError(
             f"step {step} was asked for, and lineage {found.number} of the store {place.name!r} keeps the steps "
-            f"{oldest} to {reached}; what lies outside cannot be told exactly. Give a step of these, or launch from a "
-            "saved state" + ("." if step > reached else "; launch with a larger keep to be able to go further back.")
+            f"{oldest} to {last}; what lies outside cannot be told exactly. Give a step of these, or launch from a "
+            "saved state" + ("." if step > last else "; launch with a larger keep to be able to go further back.")
         )
     nearest = [snapshot for snapshot in found.snapshots if snapshot.step <= step][-1].state
     state = {**nearest, "changes": [change for change in nearest["changes"] if replays or change["at"] <= step]}
@@ -286,6 +286,11 @@ def draw_again(job: Job, loaders: Loaders, state: StreamState, history: History)
         drawer = drawer or Drawer(job, loaders, state, history.inputs)
         drawn = drawer.draw()
         state = drawer.state
+        if drawn is None and not record:
+            raise StateError(
+                f"state={asked} was asked for, and the stream ends at step {step}; no trainer has come further. Give a "
+                "step before that, or launch from a saved state."
+            )
         if drawn is None or record.get("order", drawn.draw.digest) != drawn.draw.digest:
             raise StateError(
                 f"state={asked}: step {step} was drawn again and came out differently; the stream would not be the one "

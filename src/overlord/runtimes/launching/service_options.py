@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import io
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from overlord.planning.checking import Strategy
 from overlord.roles.assignment import shadowed
 from overlord.runtimes.launching.cluster_placement import ClusterOptions
 from overlord.runtimes.supervision.child import usable_cpus
+from overlord.runtimes.transport.user_code import pickled
 from overlord.scaling.autoscaler import Scaling
 from overlord.scaling.partition import Actor
 from overlord.version import VERSION
@@ -203,16 +203,15 @@ def pack(job: Job, options: ServiceOptions) -> bytes:
     Raises:
         SpecError: when a function or object of the user's cannot be pickled.
     """
-    body = io.BytesIO()
     try:
-        _Pickler(body).dump((job, options))
+        body = pickled((job, options), _Pickler)
     except Exception as error:  # whatever a user's object raises when it is pickled
         raise SpecError(
             f"the job cannot be sent to the service process ({type(error).__name__}: {error}); nothing could run. "
             "Let functions (Custom, strategy, learn, hooks) hold only what pickles (open files and locks do not), or "
             "use runtime='inline'."
         ) from error
-    return json.dumps(_head()).encode() + b"\n" + body.getvalue()
+    return json.dumps(_head()).encode() + b"\n" + body
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -236,7 +235,7 @@ def unpack(bundle: bytes) -> tuple[Job, ServiceOptions]:
     """Read what the launching process packed.
 
     Raises:
-        SpecError: when the launching process runs other code than this one.
+        SpecError: when the launching process runs other code than this one, or a module of the user's is missing here.
     """
     head, line_end, body = bytes(bundle).partition(b"\n")
     try:
@@ -249,7 +248,16 @@ def unpack(bundle: bytes) -> tuple[Job, ServiceOptions]:
             f"the launcher runs overlord {_spelled(theirs)}, this process overlord {_spelled(ours)}; options could be "
             "misread. Install the same version on all hosts, and restart what imported an older one."
         )
-    return cast("tuple[Job, ServiceOptions]", cloudpickle.loads(body))  # from the launching process to its own roles
+    try:
+        return cast(
+            "tuple[Job, ServiceOptions]", cloudpickle.loads(body)
+        )  # from the launching process to its own roles
+    except (ImportError, AttributeError) as error:  # a function is pickled by the name of its module
+        raise SpecError(
+            f"the functions of the job (Custom, strategy, learn, hooks) cannot be loaded in the service process "
+            f"({type(error).__name__}: {error}); nothing could run. Define them in the script that launches, or in a "
+            "module that can be imported from its sys.path and is not changed while the job runs."
+        ) from error
 
 
 def _head() -> dict[str, Any]:

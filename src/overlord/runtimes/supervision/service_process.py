@@ -30,6 +30,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -76,6 +77,8 @@ SERVED = "serving steps"
 """The name of the progress event for a step that a client has come to."""
 REWOUND = "going back"
 """That of a process that ends because all ranks go back to an earlier step: it is started again."""
+REASON_LINES = 6
+"""Lines of the traceback of a failed start that its launcher is told."""
 CLOSED = b"c"
 """What a launcher writes that closes the service."""
 RAY_ENVIRONMENT = {
@@ -646,16 +649,31 @@ def run_service(serving: Serving) -> None:
         if what == REWOUND:
             stopping.request(Rewound("the service goes back to an earlier step and is being started again; ask again"))
 
+    ready = False
     try:
         with _signs_of_life(tell) as started, serving(bundle, folder, progress) as address:
             started()  # from now on heartbeats are answered
             stopping.listen()  # an engine may have taken the signals for itself
             tell(ServiceReady(address))
+            ready = True
             stopping.wait()
             if stopping.why is not None:
                 raise stopping.why
     except OverlordError as error:
         tell(failure_of(error))
+    except Exception as error:
+        if not ready:  # later it is a crash like any other, and the service is started again
+            tell(failure_of(OverlordError(_reason_of_failed_start(error))))
+        raise
+
+
+def _reason_of_failed_start(error: Exception) -> str:
+    """Return the last lines of an error that no part of the service expects."""
+    lines = traceback.format_exc().strip().splitlines()[-REASON_LINES:]
+    return (
+        f"the service process {os.getpid()} failed while it started ({type(error).__name__}: {error}); nothing is "
+        "served. Its log is on the standard error of the launcher, and ends with:\n" + "\n".join(lines)
+    )
 
 
 @contextmanager
