@@ -30,6 +30,7 @@ import logging
 import os
 import random
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -114,18 +115,29 @@ def be_launcher(folder: Path, data: Path, setting: str, resume: str) -> None:
         sys.stdin.read()
 
 
-def be_trainer(folder: Path, address: str, rank: int, step: int | None, path: str) -> None:
+def be_trainer(folder: Path, address: str, rank: int, step: int | None, start: str) -> None:
     """Train on one rank, record every step, and as rank 0 write checkpoints."""
+    positions = os.open(folder / f"positions.{start}", os.O_RDWR | os.O_CREAT)
+    path = folder / f"rank-{rank}.{start}"
     with ol.connect(address, rank, step=step) as client, open(path, "w") as record:
         for taken in client:
             record.write(json.dumps([taken.index, digest(taken)]) + "\n")
             record.flush()
+            # Ranks train in step, as those that exchange gradients do: none goes on before all have this step.
+            os.pwrite(positions, struct.pack("<q", client.next_step), 8 * rank)
+            while min(_positions(positions)) < client.next_step:
+                time.sleep(0.002)
             if rank == 0 and client.next_step % CHECKPOINT_STEPS == 0:
                 state = client.state_dict()
                 _write(folder / "states" / str(state["step"]), json.dumps(state))
-            if (folder / "finish").exists():
+            last = folder / "last-step"
+            if last.exists() and taken.index >= int(last.read_text()):
                 return
             time.sleep(PACE_S)
+
+
+def _positions(file: int) -> tuple[int, ...]:
+    return struct.unpack(f"<{RANKS}q", os.pread(file, 8 * RANKS, 0).ljust(8 * RANKS, b"\0"))
 
 
 def digest(step: ol.Step) -> list[str]:
@@ -250,10 +262,10 @@ class Storm:
         address, _ = json.loads((self._folder / "address").read_text())
         state = self._checkpoint()
         step = None if state is None else state["step"]
+        start = str(self.outcome.training_starts)
         for rank, record in enumerate(self._records):
-            path = self._folder / f"rank-{rank}.{self.outcome.training_starts}"
-            record.follow(path, step or 0)
-            self._trainers.append(self._start("trainer", address, str(rank), json.dumps(step), str(path)))
+            record.follow(self._folder / f"rank-{rank}.{start}", step or 0)
+            self._trainers.append(self._start("trainer", address, str(rank), json.dumps(step), start))
 
     def _end_trainers(self) -> None:
         for trainer in self._trainers:
@@ -341,7 +353,8 @@ class Storm:
         """
         self.wait_for_steps(2)
         self._await_page()
-        (self._folder / "finish").touch()
+        furthest = max(record.next_step for record in self._records)
+        _write(self._folder / "last-step", str(furthest + 5))  # a step that none has come to: all ranks end together
         assert self._launcher is not None and self._launcher.stdin is not None
         self._due = [due for due in self._due if due[2] == signal.SIGCONT]
         for process in (*self._trainers, self._launcher):
@@ -399,7 +412,7 @@ class _Record:
 
     def __init__(self) -> None:
         self._file: BinaryIO | None = None
-        self._last_at = time.monotonic()
+        self._last_at: float | None = None
         self.next_step = 0
         """The step that comes next."""
         self.steps: list[tuple[int, list[str]]] = []
@@ -422,7 +435,8 @@ class _Record:
             index, digests = json.loads(line)
             self.steps.append((index, digests))
             self.next_step, now = index + 1, time.monotonic()
-            self.longest_wait_s, self._last_at = max(self.longest_wait_s, now - self._last_at), now
+            self.longest_wait_s = max(self.longest_wait_s, now - (self._last_at or now))
+            self._last_at = now
 
     def close(self) -> None:
         """Take what is left of the last file, and close it."""
@@ -500,8 +514,8 @@ def main() -> None:
         data, setting, resume = arguments
         be_launcher(Path(folder), Path(data), setting, resume)
     else:
-        address, rank, step, path = arguments
-        be_trainer(Path(folder), address, int(rank), json.loads(step), path)
+        address, rank, step, start = arguments
+        be_trainer(Path(folder), address, int(rank), json.loads(step), start)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,8 @@ class Limits:
         self.rewind: Final = 3.0 * slow  # a service process that goes back to an earlier step: trainers wait for it
         self.service_close: Final = 15.0 * slow  # a service on one host
         self.ray_close: Final = 60.0 * slow  # a service on a cluster
-        self.role_close: Final = 10.0 * slow  # all roles of one kind, and all threads that replace roles
+        self.role_close: Final = 10.0 * slow  # all roles, and all threads that replace roles
+        self.role_last_word: Final = 2.0 * slow  # the roles of one kind, where others have taken that time
         self.orphaned_service: Final = 45.0 * slow  # a service whose launcher is gone
         self.orphaned_role: Final = 5.0 * slow  # a role whose service is gone
         self.fork_close: Final = 2.0 * slow  # a fork server that ends its children

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import gc
 import importlib
 import os
@@ -46,7 +45,7 @@ from overlord.runtimes.supervision.child import (
     exit_status,
     name_process,
 )
-from overlord.runtimes.supervision.early_start import ONE_THREAD, start_python
+from overlord.runtimes.supervision.early_start import ONE_THREAD, signal_at_end, start_python
 from overlord.runtimes.transport.codec import OnSilence
 from overlord.runtimes.transport.role_codec import receive_message, receive_rows, send_message, send_rows
 
@@ -335,6 +334,8 @@ class _Template:
                 send_message(self._control, ForkServerFor(module, tuple(preloads)), [control.fileno(), line])
                 answer: ForkAnswer = receive_message(self._control)[0]
             if answer.error is None:
+                with contextlib.suppress(OSError):  # it is gone
+                    signal_at_end(line, signal.SIGKILL, -answer.pid)  # also while it does not run yet
                 server = _ForkedServer(answer.pid, ours)
                 ours = -1
                 return server
@@ -458,15 +459,15 @@ def run(control: socket.socket, serve: Serve) -> None:
 
 
 def end_with_parent() -> None:
-    """Let the kernel end this process group once no process holds the other end of standard input.
+    """Let the kernel kill this process group once no process holds the other end of standard input.
 
-    A thread that watches the pipe would not do: a function that never releases the interpreter would keep it waiting.
+    A thread that watches the pipe would not do: a function that never releases the interpreter would keep it waiting,
+    and so would a SIGSTOP.
     """
     line = os.dup(0)
+    signal_at_end(line, signal.SIGKILL, -os.getpgrp())
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # a function that reads standard input finds it empty
-    fcntl.fcntl(line, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(line, fcntl.F_SETFL, fcntl.fcntl(line, fcntl.F_GETFL) | os.O_ASYNC)
     ended = select.poll()
     ended.register(line, select.POLLHUP)
     if ended.poll(0):  # the parent was gone before the kernel was asked to signal its end
