@@ -279,17 +279,22 @@ def test_workers_killed_at_rest_or_at_work_change_nothing(pool, seed):
     isolated = pool.isolate(lambda rows: (time.sleep(0.02), behave(rows))[1], name="slow")
     rows = rows_of(range(300))
     isolated(rows)
-    pauses = np.random.default_rng(seed).uniform(0, 0.1, 2).tolist()
+    over, killed_pids = threading.Event(), []
 
-    def murder() -> None:  # twice, which is one time too few to judge a row: together, alone, and alone again
-        for pause in pauses:
-            time.sleep(pause)
+    def murder() -> None:  # no number of kills from outside makes a row guilty
+        for pause in np.random.default_rng(seed).uniform(0, 0.1, 1000).tolist():
+            if over.wait(pause):
+                return
             with contextlib.suppress(psutil.NoSuchProcess, IndexError):  # it was replaced just now
-                psutil.Process(pool._server.pid).children()[0].kill()
+                worker = psutil.Process(pool._server.pid).children()[0]
+                worker.kill()
+                killed_pids.append(worker.pid)
 
     killer = threading.Thread(target=murder)
     killer.start()
-    made, killed = isolated(rows)
+    while len(killed_pids) < 20:
+        made, killed = isolated(rows)
+    over.set()
     killer.join()
     assert killed == [] and plain(made) == plain(behave(rows))
     assert plain(isolated(rows)[0]) == plain(behave(rows)), "a worker that died at rest is replaced"

@@ -261,26 +261,45 @@ def test_an_item_that_kills_its_worker_becomes_zeros(pool, tokenizer, monkeypatc
     ).all()
 
 
-def test_what_is_killed_from_outside_behind_the_plan_is_made_here(pool, tokenizer, monkeypatch):
-    """Memory is short on one host and not on another: what is delivered must not depend on it."""
-    for name in ("DecodeRows", "EncodeRows"):
-        original = getattr(pooled, name)
+class KilledSometimes:
+    """A function of the pool whose workers are killed from outside, as by the kernel, the first few times."""
 
-        def deadly(source, file, *here, of=original):
-            return of(source, file, *here) if here else Deadly(of(source, file), signal.SIGKILL)
+    only_reads = True
 
-        monkeypatch.setattr(pooled, name, deadly)
-    images, texts = [jpeg(1), jpeg(2) + b"words", jpeg(3)], ["a", "of words a", "of"]
-    here, there = both(IMAGES, tokenizer, pool.isolate)
-    measured = here.measure(rows_of(["a"] * 3, images), None, seeds_of(3))
-    done = here.finish(measured.kept, measured.tokens, np.zeros(3, np.bool_), SerialWorkers())
-    expected, found = (decode_media(done.media, one.decoder, SerialWorkers()) for one in (here, there))
-    assert (expected[0].values == found[0].values).all() and expected[1] == found[1] == []
-    here, there = both(TEXTS, tokenizer, pool.isolate)
-    measured = here.measure(rows_of(texts), np.array([1, 3, 1]), seeds_of(3))
-    made = [one.finish(measured.kept, measured.tokens, np.zeros(3, np.bool_), SerialWorkers()) for one in (here, there)]
-    assert made[0].tokens.values.tolist() == made[1].tokens.values.tolist()
-    assert made[0].loss.values.tolist() == made[1].loss.values.tolist() and made[1].faults == []
+    def __init__(self, function, folder: Path, times: int = 5) -> None:
+        self.function = function
+        self.folder = folder
+        self.times = times
+        self.tokenizer = function.tokenizer
+
+    def __call__(self, rows: RowBatch, *places) -> RowBatch:
+        if len(list(self.folder.iterdir())) < self.times:
+            (self.folder / str(os.getpid())).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.function(rows, *places)
+
+
+def test_what_is_killed_from_outside_runs_again_and_is_never_judged(pool, tokenizer, tmp_path):
+    """Before and after the plan: texts and pictures are as if no worker had been killed."""
+    for number, (source, images) in enumerate([(TEXTS, None), (IMAGES, [jpeg(1), jpeg(2), jpeg(3)])]):
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        here, there = both(source, tokenizer, lambda f, *more, at=folder: pool.isolate(KilledSometimes(f, at), *more))
+        rows = rows_of(["a", "of words a", "of"], images)
+        lengths = None if images else np.array([1, 3, 1])
+        expected, found = (one.measure(dict(rows), lengths, seeds_of(3)) for one in (here, there))
+        assert same(expected, found) and found.killed == []
+        assert len(list(folder.iterdir())) >= 5
+        for file in folder.iterdir():
+            file.unlink()
+        bad = np.zeros(3, np.bool_)
+        done = [one.finish(expected.kept, expected.tokens, bad, SerialWorkers()) for one in (here, there)]
+        assert done[0].tokens.values.tolist() == done[1].tokens.values.tolist()
+        assert done[0].loss.values.tolist() == done[1].loss.values.tolist() and done[1].faults == []
+        if images:
+            made = [decode_media(done[0].media, one.decoder, SerialWorkers()) for one in (here, there)]
+            assert (made[0][0].values == made[1][0].values).all() and made[0][1] == made[1][1] == []
+        assert len(list(folder.iterdir())) >= 5
 
 
 def test_a_tokenizer_that_changed_is_refused(pool, tokenizer, tmp_path):

@@ -574,8 +574,10 @@ class ForkAnswer(Message, frozen=True):
     """The child that was forked."""
     error: str | None = None
     """Why the system refused it."""
-    codes: tuple[int, ...] = ()
-    """Exit codes of the children that were ended; negative ones are signals."""
+    codes: tuple[int | None, ...] = ()
+    """Exit codes of the children that were ended; negative ones are signals. None: it was killed, but has not ended."""
+    peak_bytes: tuple[int, ...] = ()
+    """The most memory that each of them used."""
 
 
 class ServeCaller(Message, frozen=True):

@@ -19,7 +19,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -42,6 +42,7 @@ class Limits:
         slow = max(1.0, heartbeat_s / DEFAULT_HEARTBEAT_S)
         # Silence: a process that says nothing for longer hangs, and is killed.
         self.role_silence: Final = heartbeat_s  # a role that serves
+        self.stopped: Final = max(1.0, heartbeat_s)  # a worker, reader or fork server that is stopped (SIGSTOP)
         self.service_silence: Final = 2 * heartbeat_s  # the service process, which may itself be waiting for a role
         self.role_starting_silence: Final = max(10.0, 2 * heartbeat_s)  # a role that imports and parses
         self.service_starting_silence: Final = 4 * heartbeat_s  # a service process that opens sources
@@ -63,7 +64,9 @@ class Limits:
         self.progress: Final = 1.0 * slow  # status(), for constructor hosts to say how far their clients are
         self.slow_call: Final = 60.0 * slow  # a call to a loader host; then its shadows take over, if it has some
         self.load_function: Final = 120.0 * slow  # a worker that loads a function, which may import a large library
-        self.read: Final = 600.0 * slow  # a read of a local file; remote ones have the limits of their filesystem
+        self.run_cpu: Final = 60.0 * slow  # of processor time, one row in a worker; a source of slow rows has more
+        self.read: Final = 120.0 * slow  # a read; alone in a process, so much of processor time
+        self.idle: Final = 60.0 * slow  # a worker or reader that uses no processor: it waits for storage
         self.damaged_file: Final = 60.0  # a file that crashed its readers is read again then: it may be restored
         self.ray_plan: Final = 60.0 * slow  # the transfer of a plan through Ray's object store
         # Ends: how long each may take before it is killed, or exits without cleaning up.
@@ -218,21 +221,32 @@ def _prctl(option: int, value: int | bytes) -> None:
         prctl(option, value)
 
 
-def usable_cpus(control_groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+def usable_cpus(folder: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
     """Return how many cores this process may use: by its affinity mask, and by the quotas of its control groups."""
     found = float(len(os.sched_getaffinity(0)))
-    with contextlib.suppress(OSError):
-        for line in own.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
-                continue
-            top = control_groups / controllers  # all of version 2 have the top itself, and no controllers here
-            folder = top / path.lstrip("/")
-            for group in (folder, *folder.parents):
-                if not group.is_relative_to(top):
-                    break
-                found = min(found, _quota_of(group))
+    for group in control_groups("cpu", folder, own):
+        found = min(found, _quota_of(group))
     return max(1, math.ceil(found))
+
+
+def control_groups(
+    controller: str, folder: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> Iterator[Path]:
+    """Yield the folders of the control groups that limit what this process uses of something, innermost first."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = folder / controllers  # all of version 2 have the top itself, and no controllers here
+        inner = top / path.lstrip("/")
+        for group in (inner, *inner.parents):
+            if not group.is_relative_to(top):
+                break
+            yield group
 
 
 def _quota_of(group: Path) -> float:

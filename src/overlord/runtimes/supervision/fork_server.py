@@ -13,7 +13,11 @@ Rules of this file:
 1. The server has one thread and runs no code of a user, so that a fork is safe.
 2. All of them end with the process that started the server, however it ends: its end of a pipe closes, and the kernel
    signals the whole process group. A child that is stopped gets the SIGKILL that the kernel sends when the server ends.
-3. A server that was lost is replaced by the next fork; its children are lost with it.
+3. A server that was lost, or that is stopped or hangs, is killed with its children and replaced by the next fork.
+4. A connection is closed only by the part of the service that owns it. What ends a child shuts its connections down,
+   which wakes the threads that wait there: closed under another thread, a descriptor could become another file.
+5. A child that was killed may be blocked in the kernel, and end only when a device answers. It is not waited for: it
+   executes no further instruction of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import contextlib
 import faulthandler
 import gc
 import importlib
+import itertools
 import os
 import select
 import signal
@@ -29,6 +34,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
@@ -36,9 +42,19 @@ from typing import NoReturn, TypeVar
 from overlord.core.client_messages import Message
 from overlord.core.messages import EndChildren, ForkAnswer, ForkChild, ForkServerFor, WorkerMessage
 from overlord.core.ragged import RowBatch
-from overlord.errors import ServiceLost
+from overlord.errors import OverlordError, ServiceLost, SpecError
+from overlord.runtimes.supervision.blame import (
+    Blame,
+    CallClock,
+    CallLimits,
+    ChildLost,
+    Overdue,
+    blame_for,
+    never_runs_again,
+)
 from overlord.runtimes.supervision.child import (
     LIMITS,
+    Backoff,
     ChildProcess,
     Limits,
     die_with_parent,
@@ -46,28 +62,15 @@ from overlord.runtimes.supervision.child import (
     name_process,
 )
 from overlord.runtimes.supervision.early_start import ONE_THREAD, signal_at_end, start_python
-from overlord.runtimes.transport.codec import OnSilence
+from overlord.runtimes.transport.codec import Garbled, OnSilence
 from overlord.runtimes.transport.role_codec import receive_message, receive_rows, send_message, send_rows
 
 T = TypeVar("T")
 
-_TICKS = 16
-"""A wait is counted in so many parts, so that a host that was suspended meanwhile loses one of them and no more."""
-
-
-class ChildLost(Exception):
-    """A child ended, or did not answer in time; the text says which.
-
-    Args:
-        how: In words.
-        hung: Whether it was killed because it did not answer in time.
-        code: Its exit code; None where its fork server is gone.
-    """
-
-    def __init__(self, how: str, *, hung: bool = False, code: int | None = None) -> None:
-        super().__init__(how)
-        self.hung = hung
-        self.code = code
+_START_TRIES = 5
+"""Fork servers that may be lost in a row before a fork fails."""
+_END_S = 0.5
+"""How long a child that was killed is waited for, where it is blocked in the kernel."""
 
 
 class ForkedChild(ChildProcess):
@@ -77,9 +80,15 @@ class ForkedChild(ChildProcess):
         super().__init__(pid)
         self._server = server
         self._number = number
+        self._lock = threading.Lock()
         self._end_lock = threading.Lock()
         self._ending = False
-        self._hung = False
+        self._blame: Blame | None = None
+        self._late = False
+        self._peak_bytes = 0
+        self._calls: dict[CallClock, socket.socket] = {}
+        """The calls under way, oldest first, with their connections."""
+        self._handle = _handle_of(pid)
         self.connection = connection
 
     @property
@@ -96,8 +105,8 @@ class ForkedChild(ChildProcess):
         """Whether it waits at the other end of a connection that only the caller uses, with no answer due."""
         if not self.server_runs:
             return False
-        connection.setblocking(False)
         try:
+            connection.setblocking(False)
             connection.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return True
@@ -106,9 +115,9 @@ class ForkedChild(ChildProcess):
         return False  # it closed the connection, or sends without being asked
 
     def exchange(
-        self, head: WorkerMessage, rows: RowBatch, seconds: float | None, connection: socket.socket | None = None
+        self, head: WorkerMessage, rows: RowBatch, limits: CallLimits, what: str, connection: socket.socket
     ) -> tuple[WorkerMessage, RowBatch]:
-        """Send rows and wait for the answer, on a further connection to the child if one is given.
+        """Send rows and wait for the answer, on a further connection to the child.
 
         Raises:
             ChildLost: It ended, or did not answer in time; it is killed then.
@@ -118,48 +127,111 @@ class ForkedChild(ChildProcess):
             send_rows(talk, head, rows, tick)
             return receive_rows(talk, tick)
 
-        return self.within(seconds, exchange, connection)
+        return self.within(limits, what, exchange, connection)
 
     def within(
-        self, seconds: float | None, exchange: Callable[[socket.socket, OnSilence], T],
+        self, limits: CallLimits, what: str, exchange: Callable[[socket.socket, OnSilence], T],
         connection: socket.socket | None = None,
     ) -> T:  # fmt: skip
         """Let it be asked something that must be answered in time.
 
+        Args:
+            limits: How long it may take.
+            what: What it does meanwhile, for messages.
+            exchange: Asks, and returns the answer; it is given the connection, and what to call while nothing comes.
+            connection: A further connection to the child; by default the first one.
+
         Raises:
-            ChildLost: It ended, or did not answer in time; it is killed then.
+            ChildLost: It ended, sent something else than an answer, or did not answer in time; it is killed then.
         """
-        talk, left = connection or self.connection, _TICKS
-
-        def tick() -> None:
-            nonlocal left
-            left -= 1
-            if left <= 0:
-                raise TimeoutError(f"no answer within {seconds:g} s")
-
-        talk.settimeout(seconds and seconds / _TICKS)
+        talk, clock = connection or self.connection, CallClock(self.pid, limits, what)
+        with self._lock:
+            self._calls[clock] = talk
+            ended = self._ending
         try:
-            return exchange(talk, tick)
-        except TimeoutError as late:
-            self.end(str(late), hung=True)
-        except ServiceLost:
-            self.end()
+            if not ended:
+                talk.settimeout(clock.tick_s)
+                return exchange(talk, lambda: clock.tick(first=self._is_first(clock)))
+        except Overdue as late:
+            self.end(str(late), late.blame, late=late.blame is Blame.ITSELF)
+        except (Garbled, SpecError) as error:
+            self.end(f"its answer makes no sense: {error}", Blame.ITSELF)
+        except (ServiceLost, OSError):
+            pass  # the connection broke: it has ended, or another thread has ended it
+        finally:
+            clock.done()
+            with self._lock:
+                del self._calls[clock]
+        self.end()
         raise self.loss
+
+    def _is_first(self, clock: CallClock) -> bool:
+        """Whether no call is older: the child works on that one."""
+        with self._lock:
+            return next(iter(self._calls)) is clock
 
     @property
     def loss(self) -> ChildLost:
         """How it ended, for a caller that waited for it."""
         how = self.killed_for or ("it was lost" if self.code is None else exit_status(self.code))
-        return ChildLost(how, hung=self._hung, code=self.code)
+        blame = self._blame or blame_for(self.code)
+        return ChildLost(how, blame, late=self._late, code=self.code, peak_bytes=self._peak_bytes)
 
-    def end(self, reason: str = "", *, hung: bool = False) -> None:
-        """Kill it if it lives, for a reason if there is one, and wait for its end."""
+    def end(self, reason: str = "", blame: Blame | None = None, *, late: bool = False) -> None:
+        """Kill it if it lives, and wait for its end; a thread that waits for an answer is woken.
+
+        Args:
+            reason: Why, in words; by default how it ended says so.
+            blame: Whose fault that is; by default its exit code says so.
+            late: Whether it exceeded its time limit.
+        """
         with self._end_lock:  # of two callers that notice its end, both know how it ended
-            if not self._ending:
-                self._ending, self._hung = True, hung
-                self.killed_for = self.killed_for or reason
-                self.connection.close()
-                self.note_end(self._server.reap(self._number, self.pid))
+            if self._ending:
+                return
+            with self._lock:
+                self._ending = True
+            self._blame, self._late = blame, late
+            self.killed_for = self.killed_for or reason
+            self._kill_and_wait()
+            code, self._peak_bytes = self._server.reap(self._number, self.pid)
+            self.note_end(code)
+            with self._lock:
+                waiting = [self.connection, *self._calls.values()]
+            for connection in waiting:
+                with contextlib.suppress(OSError):  # its end is closed already
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End it, and close the connection; only the owner of the connection may do so."""
+        self.end("it was ended by the service", Blame.OUTSIDE)
+        self.connection.close()
+
+    def _kill_and_wait(self) -> None:
+        """Kill it by a handle, which never means another process, and wait until it runs no further instruction."""
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        try:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+            ended = select.poll()
+            ended.register(handle, select.POLLIN)
+            while not ended.poll(1000 * _END_S) and not never_runs_again(self.pid):
+                pass  # it needs a core for its end
+        finally:
+            os.close(handle)
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) is not None:
+            os.close(self._handle)  # type: ignore[arg-type]
+
+
+def _handle_of(pid: int) -> int | None:
+    """Return a handle of a process that was just forked; None where the system has none, or the process is gone."""
+    try:
+        return os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
+    except OSError:
+        return None
 
 
 class ForkServer:
@@ -179,6 +251,8 @@ class ForkServer:
         self._control: socket.socket | None = None
         self._number = 0
         """How many servers there were."""
+        self._answers = 0
+        """What the present one has answered."""
         self._lost = False
         self._closed = False
 
@@ -188,35 +262,49 @@ class ForkServer:
         return None if self._process is None else self._process.pid
 
     def fork(self) -> ForkedChild:
-        """Start a child.
+        """Start a child; a server that is lost meanwhile is replaced a few times.
 
         Raises:
-            ServiceLost: when the server is gone or closed, or the host lets it start no further process.
+            ServiceLost: when servers are lost again and again, this one is closed, or the host starts no process.
         """
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs, self._lock:
-                self._check_running()
-                answer = self._ask(ForkChild(), [theirs.fileno()])
-                number = self._number
-            if answer.error is not None:
-                raise ServiceLost(f"it cannot be forked: {answer.error}")
-        except BaseException:
-            ours.close()
-            raise
-        return ForkedChild(self, number, answer.pid, ours)
+        backoff = Backoff(0.02, 0.5)
+        for tries in itertools.count(1):
+            ours, theirs = socket.socketpair()
+            try:
+                with theirs, self._lock:
+                    self._check_running()
+                    answer = self._ask(ForkChild(), [theirs.fileno()])
+                    number = self._number
+                if answer.error is not None:
+                    raise ServiceLost(f"it cannot be forked: {answer.error}")
+                return ForkedChild(self, number, answer.pid, ours)
+            except _ServerLost as error:
+                ours.close()
+                if tries == _START_TRIES or self._closed:
+                    raise ServiceLost(
+                        f"{error}, {tries} times in a row. The log says more; the host may be out of memory or "
+                        "processes: free some"
+                    ) from error
+            except BaseException:
+                ours.close()
+                raise
+            backoff.pause()
+        raise AssertionError("unreachable")
 
     def runs(self, number: int) -> bool:
         """Whether this server, and no later one, is up."""
         return number == self._number and not self._lost
 
-    def reap(self, number: int, pid: int) -> int | None:
-        """Kill a child if it lives, and return its exit code; None when its server is gone."""
+    def reap(self, number: int, pid: int) -> tuple[int | None, int]:
+        """Kill a child if it lives; return its exit code, None where it is not known, and the most memory it used."""
         with self._lock:
             try:
-                return self._ask(EndChildren([pid])).codes[0] if self.runs(number) else None
+                if self.runs(number):
+                    answer = self._ask(EndChildren([pid]))
+                    return answer.codes[0], answer.peak_bytes[0]
             except ServiceLost:
-                return None
+                pass
+            return None, 0
 
     def close(self) -> None:
         """Kill it and all its children, and wait for them."""
@@ -225,9 +313,7 @@ class ForkServer:
             try:
                 # The server ends its children itself: whichever process inherits them may leave zombies.
                 if self._process is not None and not self._lost:
-                    assert self._control is not None
-                    self._control.settimeout(self._limits.fork_close)
-                    self._ask(EndChildren())
+                    self._ask(EndChildren(), within_s=self._limits.fork_close)
             except ServiceLost:
                 pass  # the whole group is killed below
             finally:
@@ -246,7 +332,7 @@ class ForkServer:
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair()
-        self._control.settimeout(self._limits.fork_first)
+        self._answers = 0
         with theirs:
             self._process = _template.start(self._module, theirs, self.preloads) if _template is not None else None
             self._process = self._process or start_python(
@@ -266,7 +352,8 @@ class ForkServer:
         assert self._control is not None and self._process.stdin is not None
         self._control.close()
         self._process.stdin.close()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it was killed, but is blocked in the kernel
+            self._process.wait(self._limits.fork_close)
         self._process = None
 
     def _kill_group(self) -> None:
@@ -276,17 +363,34 @@ class ForkServer:
         except ProcessLookupError:
             pass  # the whole group has ended
 
-    def _ask(self, message: Message, fds: Sequence[int] = ()) -> ForkAnswer:
-        """Ask the server, with the lock held."""
-        assert self._control is not None
+    def _ask(self, message: Message, fds: Sequence[int] = (), within_s: float | None = None) -> ForkAnswer:
+        """Ask the server, with the lock held.
+
+        Raises:
+            _ServerLost: when it has ended, or does not answer; it and its children are killed then.
+        """
+        assert self._control is not None and self._process is not None
+        within_s = within_s or (self._limits.fork if self._answers else self._limits.fork_first)
+        limits = CallLimits(elapsed_s=within_s, stopped_s=min(within_s, self._limits.stopped))
+        clock = CallClock(self._process.pid, limits, "forks or ends a process")
         try:
-            send_message(self._control, message, fds)
-            answer: ForkAnswer = receive_message(self._control)[0]
-            self._control.settimeout(self._limits.fork)  # one that is stopped is as good as dead
+            self._control.settimeout(clock.tick_s)
+            send_message(self._control, message, fds, clock.tick)
+            answer = receive_message(self._control, clock.tick)[0]
+            if not isinstance(answer, ForkAnswer):
+                raise ServiceLost("it answers something else")
+            self._answers += 1
             return answer
-        except ServiceLost as error:
+        except (OverlordError, OSError, Overdue) as error:
             self._lost = True
-            raise ServiceLost(f"the fork server is gone: {error}") from error
+            self._kill_group()
+            raise _ServerLost(f"the fork server is gone: {error}") from error
+        finally:
+            clock.done()
+
+
+class _ServerLost(ServiceLost):
+    """A fork server has ended or hangs."""
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -304,12 +408,12 @@ class _ForkedServer:
         except ProcessLookupError:
             self._handle = None  # it is gone
 
-    def wait(self) -> None:
-        """Wait for its end, which the template collects."""
+    def wait(self, timeout: float) -> None:
+        """Wait for its end, which the template collects, but not longer than so many seconds."""
         if self._handle is not None:
             ended = select.poll()
             ended.register(self._handle, select.POLLIN)
-            ended.poll()
+            ended.poll(1000 * timeout)
             os.close(self._handle)
             self._handle = None
 
@@ -479,7 +583,10 @@ def _answer(
 ) -> ForkAnswer:
     if isinstance(message, EndChildren):
         pids = sorted(children) if message.pids is None else message.pids
-        return ForkAnswer(codes=tuple(_end(pid, children) for pid in pids))
+        ends = [_end(pid, children) for pid in pids]
+        for other in list(children):
+            _collect(other, children)  # one that was killed before, and has ended since
+        return ForkAnswer(codes=tuple(code for code, _ in ends), peak_bytes=tuple(peak for _, peak in ends))
     try:
         pid = os.fork()
     except OSError as error:
@@ -495,12 +602,27 @@ def _answer(
     return ForkAnswer(pid)
 
 
-def _end(pid: int, children: set[int]) -> int:
+def _end(pid: int, children: set[int]) -> tuple[int | None, int]:
+    """Kill a child and wait for its end; return its exit code and the most memory that it used."""
+    if pid not in children:
+        return None, 0
     # Killed first: a child that has closed its socket may be alive. One that is dead keeps its own status.
     os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
+    until = time.monotonic() + 2 * _END_S
+    while (found := _collect(pid, children)) is None:
+        if time.monotonic() > until and never_runs_again(pid):
+            return None, 0
+        time.sleep(0.001)
+    return found
+
+
+def _collect(pid: int, children: set[int]) -> tuple[int, int] | None:
+    """Return the exit code of a child and the most memory that it used; None where it has not ended."""
+    found, status, usage = os.wait4(pid, os.WNOHANG)
+    if not found:
+        return None
     children.discard(pid)
-    return os.waitstatus_to_exitcode(status)
+    return os.waitstatus_to_exitcode(status), 1024 * usage.ru_maxrss
 
 
 def _run_child(connection: socket.socket, serve: Serve) -> NoReturn:

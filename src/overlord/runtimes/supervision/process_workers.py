@@ -1,16 +1,27 @@
 """Process workers: functions that hold the interpreter, or may kill it, run over rows in processes of their own.
 
 Rules of this file:
-1. Results do not depend on how many workers there are, which were killed meanwhile, or how rows were cut into runs.
-2. A row is given up only when it was alone with a worker, then with a fresh one, and both died or hung: a slow machine
-   and the kernel's out-of-memory killer hit innocent rows, but hardly the same one twice.
-3. A worker that dies while no row runs (at its start, at rest) is no fault of a row: it is replaced, and past a few
-   tries that is an error.
-4. A function that exceeds its time limit for several rows in succession, with no row done in between, hangs: that is an
+1. Results do not depend on how many workers there are, which were killed or stopped meanwhile, or how rows were cut
+   into runs.
+2. A row is given up only when it was alone with a worker, then alone with a fresh one, and both ended by their own
+   fault: a crash, an exit, or a time limit (see blame.py). Of the time limit only the deadline of a user's function
+   counts seconds; every other one counts processor time: a minute for a row, or 100 times what rows of the function
+   cost, if that is more.
+3. A worker that was killed or stopped from outside proves nothing. Its rows run again, in halves, so that they get
+   through however often workers are killed; that ends only after very many losses without any progress of the pool.
+4. Nor does a worker prove anything that the out-of-memory killer ended, as it may choose any process. Rows are given up
+   for their memory when they were the only thing that ran in the pool, in a fresh worker with room, and the kernel
+   ended two such workers for what they used themselves (`MemoryTrial`).
+5. A worker that waits for storage and uses no processor is replaced, and its rows run again; past a few tries that is
+   an error of the storage.
+6. A worker that ends by its own fault while no row runs (at its start, while it loads a function) is no fault of a row:
+   it is replaced, and past a few tries that is an error.
+7. A function that exceeds its time limit for several rows in succession, with no row done in between, hangs: that is an
    error of the function, not of rows, and trying every row of a source twice would never end.
-5. A worker runs one thing at a time. The next one waits in its second line meanwhile, so that it need not wait for the
-   service: with 16 workers a thread gets the interpreter lock 5 ms after an answer. What has a time limit waits in no
-   line: its time would begin before it does.
+8. A worker runs one thing at a time. The next one waits in its second line meanwhile, so that it need not wait for the
+   service: with 16 workers a thread gets the interpreter lock 5 ms after an answer. What has a deadline in seconds
+   waits in no line: its time would begin before it does.
+9. A line is closed by the last thread that uses its worker, and never under another thread.
 """
 
 from __future__ import annotations
@@ -57,17 +68,32 @@ from overlord.core.ragged import (
     offsets_of,
     slice_rows,
 )
-from overlord.core.samples import padded
-from overlord.errors import ClosedError, OverlordError, ServiceLost, SpecError, ToleranceError, error_named
+from overlord.errors import (
+    ClosedError,
+    OverlordError,
+    ServiceLost,
+    SourceError,
+    SpecError,
+    ToleranceError,
+    error_named,
+)
+from overlord.runtimes.supervision.blame import (
+    Blame,
+    CallLimits,
+    ChildLost,
+    Losses,
+    MemoryTrial,
+    TooManyLosses,
+    oom_kills,
+)
 from overlord.runtimes.supervision.child import LIMITS, Limits, name_process, usable_cpus
 from overlord.runtimes.supervision.fair_threads import FairThreads
-from overlord.runtimes.supervision.fork_server import ChildLost, ForkedChild, ForkServer
+from overlord.runtimes.supervision.fork_server import ForkedChild, ForkServer
 from overlord.runtimes.supervision.work_clock import Spent, WorkClock, note_help
-from overlord.runtimes.transport.codec import OnSilence, receive_frame
+from overlord.runtimes.transport.codec import OnSilence
 from overlord.runtimes.transport.role_codec import (
     RowMemory,
     copied_bytes,
-    from_frame,
     receive_message,
     rows_from,
     send_message,
@@ -75,7 +101,7 @@ from overlord.runtimes.transport.role_codec import (
 from overlord.runtimes.transport.shared_memory import Segment, find_segment, read_only_view, round_up, shared_heap
 from overlord.runtimes.transport.user_code import pickled
 from overlord.transforms.samples.images import warm_images
-from overlord.transforms.samples.per_sample import Place
+from overlord.transforms.samples.per_sample import OUT_OF_MEMORY, Place
 from overlord.transforms.samples.tokenize import TokenizerFile, load_tokenizer
 
 logger = logging.getLogger("overlord")
@@ -99,7 +125,11 @@ LINES = 2
 LOOK_AFTER_S = 0.1
 """How long a worker may have rested before it is looked at whether it is still there."""
 TRIES = 3
-"""Workers that may be lost in a row without any fault of a row."""
+"""Workers that may be lost in a row before they run a row, by their own fault."""
+STORAGE_TRIES = 5
+"""Workers that may wait for storage in vain, in a row."""
+TIMES_COST = 100
+"""How much more processor time than rows usually cost a run of them may take."""
 HANGS = 3
 """Rows in succession that are given up because of the time limit before the function itself is taken to hang."""
 
@@ -110,7 +140,7 @@ T = TypeVar("T")
 
 
 class _WorkerLost(Exception):
-    """A worker was lost without a fault of the rows; the text says how."""
+    """A worker was lost before it ran a row, or could not be started; the text says how."""
 
 
 class _Worker:
@@ -142,12 +172,16 @@ class _Worker:
                 with theirs:
                     send_message(self.child.connection, ServeCaller(), [theirs.fileno()])
         except BaseException:
-            self.end()
+            self.close()
             raise
 
     def end(self) -> None:
-        """Kill it if it lives, and let go of its memory; a thread that waits for an answer is told."""
-        self.child.end()
+        """Kill it if it lives; threads that wait for an answer are woken."""
+        self.child.end("it was ended by the service", Blame.OUTSIDE)
+
+    def close(self) -> None:
+        """End it and let go of its memory, once no thread uses it."""
+        self.end()
         for line in self.lines:
             line.close()
 
@@ -164,23 +198,18 @@ class _Line:
         self._answer_bytes = 0
 
     def ask(
-        self, message: WorkerMessage, rows: RowBatch, seconds: float | None, fds: Sequence[int] = ()
+        self, message: WorkerMessage, rows: RowBatch, limits: CallLimits, what: str, fds: Sequence[int] = ()
     ) -> tuple[WorkerMessage, RowBatch]:
         """Ask the worker and wait for the answer, whose columns are overwritten by the next one.
 
         Raises:
-            ChildLost: when it ended, or did not answer in time.
-            _WorkerLost: when its fork server was lost.
+            ChildLost: when it ended, did not answer in time, or its answer makes no sense.
+            _WorkerLost: when there is no memory for the question.
         """
         self.asked = True
-        try:
-            answer = self.worker.child.within(
-                seconds, lambda talk, tick: self._exchange(message, rows, fds, talk, tick), self._connection
-            )
-        except ChildLost as loss:
-            if loss.code is None and not loss.hung:
-                raise _WorkerLost(str(loss)) from None
-            raise
+        answer = self.worker.child.within(
+            limits, what, lambda talk, tick: self._exchange(message, rows, fds, talk, tick), self._connection
+        )
         self.asked = False
         return answer
 
@@ -204,12 +233,9 @@ class _Line:
         self._make_room(rows, talk, tick)
         assert self._memory is not None
         send_message(talk, self._memory.ask(message, rows), fds, tick)
-        frame, _ = receive_frame(talk, tick)
-        found = from_frame(frame)
-        if isinstance(found, SharedRows):
-            return self._memory.answer_of(found)
-        self._answer_bytes = max(self._answer_bytes, sum(padded(array.nbytes) for array in frame[1:]))
-        return rows_from(found)
+        answer, rows, nbytes = self._memory.receive_answer(talk, tick)
+        self._answer_bytes = max(self._answer_bytes, nbytes)
+        return answer, rows
 
     def _make_room(self, rows: RowBatch, talk: socket.socket, tick: OnSilence) -> None:
         """Give the worker memory for a question with some rows and for answers as large as the last ones."""
@@ -261,7 +287,12 @@ class ProcessWorkers:
         self._queue: deque[object] = deque()
         """The threads that wait for a worker, as they came."""
         self._server = ForkServer("overlord.runtimes.supervision.process_workers", limits)
+        self._only: int | None = None
+        """The thread that alone may use a worker now."""
+        self._oom_kills = oom_kills()
         self._closed = False
+        self.losses = Losses()
+        """Workers that were lost from outside."""
 
     def isolate(self, function: Callable[..., RowBatch], name: str, deadline: float | None = 60.0) -> Isolated:
         """Return the function, to be run in the workers.
@@ -303,32 +334,65 @@ class ProcessWorkers:
             raise
 
     @contextlib.contextmanager
-    def borrow(self, expected_s: float, *, alone: bool, fresh: bool = False) -> Iterator[_Line]:
+    def borrow(self, expected_s: float, *, alone: bool, fresh: bool = False, only: bool = False) -> Iterator[_Line]:
         """Lend a line to a worker to a thread of `each`.
 
         Args:
             expected_s: Seconds for which it will be used, about.
             alone: Whether no other thread may use the worker meanwhile.
             fresh: Whether it must be a worker that has run nothing yet; `alone`, then.
+            only: Whether no other worker may be used meanwhile; `fresh`, then.
 
         Raises:
             _WorkerLost: when none can be started.
         """
-        line = self._take(expected_s, alone, fresh)
-        worker = line.worker
+        with self._nothing_else() if only else contextlib.nullcontext():
+            line = self._take(expected_s, alone, fresh)
+            try:
+                yield line
+            finally:
+                self._give_back(line, LINES if alone else 1)
+
+    @contextlib.contextmanager
+    def _nothing_else(self) -> Iterator[None]:
+        """Wait until no worker is used, and let no other thread use one."""
+        me = threading.get_ident()
+        with self._changed:
+            while not self._closed and (
+                self._only is not None or self._starting or any(worker.using for worker in self._workers)
+            ):
+                self._changed.wait()
+            self.check_open()
+            self._only = me
         try:
-            yield line
+            yield
         finally:
             with self._changed:
-                worker.using -= LINES if alone else 1
-                worker.used_at = time.monotonic()
-                worker.lines.append(line)
-                good = not (line.asked or self._closed) and (worker.using or len(self._workers) <= self.count)
-                if not good and worker in self._workers:
-                    self._workers.remove(worker)
+                self._only = None
                 self._changed.notify_all()
-            if not good:
-                worker.end()
+
+    def _give_back(self, line: _Line, using: int) -> None:
+        worker = line.worker
+        with self._changed:
+            worker.using -= using
+            worker.used_at = time.monotonic()
+            worker.lines.append(line)
+            enough = not worker.using and len(self._workers) > self.count
+            if (line.asked or self._closed or enough) and worker in self._workers:
+                self._workers.remove(worker)
+            gone = worker not in self._workers
+            last = gone and not worker.using
+            self._changed.notify_all()
+        if gone:
+            worker.end()
+        if last:
+            worker.close()
+
+    def suspects_memory(self) -> bool:
+        """Whether the kernel has ended a process because memory ran out since this was last asked."""
+        with self._changed:
+            before, self._oom_kills = self._oom_kills, oom_kills()
+            return (self._oom_kills or 0) > (before or 0)
 
     @property
     def free(self) -> int:
@@ -350,12 +414,14 @@ class ProcessWorkers:
         """Kill the workers, whatever they do, and wait for the threads that wait for them."""
         with self._changed:
             self._closed = True
-            idle = [worker for worker in self._workers if not worker.using]
-            self._workers = []
+            workers, self._workers = self._workers, []
+            idle = [worker for worker in workers if not worker.using]
             self._changed.notify_all()
         self._server.close()
-        for worker in idle:
+        for worker in workers:
             worker.end()
+        for worker in idle:
+            worker.close()
         self._threads.close()
 
     def __enter__(self) -> ProcessWorkers:
@@ -369,7 +435,7 @@ class ProcessWorkers:
     def _take(self, expected_s: float, alone: bool, fresh: bool) -> _Line:
         while True:
             with self._changed:
-                worker = None if fresh else self._wait_for_one(alone)
+                worker = self._wait_for_one(alone, fresh)
                 self.check_open()
                 begins = time.monotonic()
                 if worker is None:
@@ -384,20 +450,20 @@ class ProcessWorkers:
             # One that has just answered is not looked at: if it died since, its rows run again, as always.
             if busy or (unused_s < LOOK_AFTER_S and worker.child.server_runs) or line.waits:
                 return line
-            with self._changed:
-                if worker in self._workers:
-                    self._workers.remove(worker)
-                self._changed.notify_all()
-            worker.end()
-            line.close()
+            line.asked = True  # it is gone: no other thread may use it
+            self._give_back(line, LINES if alone else 1)
 
-    def _wait_for_one(self, alone: bool) -> _Worker | None:
+    def _wait_for_one(self, alone: bool, fresh: bool) -> _Worker | None:
         """Wait until there is a worker for a thread; None: it may start one. First come, first served."""
+        if fresh:
+            while not self._closed and self._only not in (None, threading.get_ident()):
+                self._changed.wait()
+            return None
         turn = object()
         self._queue.append(turn)
         try:
             while not self._closed:
-                if self._queue[0] is turn:
+                if self._queue[0] is turn and self._only is None:
                     found = next((one for one in reversed(self._workers) if not one.using), None)
                     if found is not None or len(self._workers) + self._starting < self.count:
                         return found
@@ -437,7 +503,9 @@ _PLACES, _FILLED = "=places", "=filled"
 class _Places:
     """Where a function writes what rows become: in shared memory that workers map, or in what they send back.
 
-    A worker that is given up was killed and has ended before its rows run again: no late write can spoil a place.
+    No late write can spoil a place: a worker that is given up was killed before its rows run again, and has ended, or
+    is blocked in the kernel and will end there. No system call of a decoder writes into a place, so nothing that the
+    kernel still does for it can either.
     """
 
     def __init__(
@@ -512,6 +580,8 @@ class Isolated:
         self._lock = threading.Lock()
         self._hung = 0
         """Rows that exceeded the time limit since the last one that was done."""
+        self._waited_in_vain = 0
+        """Workers that waited for storage in vain since the last row that was done."""
         self._row_s = 0.0
         """What a row takes, about; 0 where none was done."""
 
@@ -565,26 +635,86 @@ class Isolated:
         return [(start, min(start + size, count)) for start in range(0, max(count, 1), size)], size * self._row_s
 
     def _run(self, given: _Given, start: int, stop: int, spent: list[Spent]) -> tuple[list[RowBatch], Poisoned]:
-        """Run some rows together; if that kills the worker, one by one."""
-        if stop - start != 1 or not self._timed:
+        """Run some rows together; if that costs a worker, in parts."""
+        if stop - start == 1 and self._timed:
+            return self._run_one(given, start, spent)
+        try:
+            return [self._try(given.cut(start, stop), spent, alone=self._timed)], []
+        except ChildLost as loss:
+            innocent = self._is_innocent(loss)
+            how = "in halves" if innocent else "one by one"
+            logger.warning(
+                "%s: a worker was lost with %d rows (%s); they run again %s", self._name, stop - start, loss, how
+            )
+        if stop - start == 0:
+            return self._run(given, start, stop, spent)
+        if stop - start == 1:
+            return self._run_one(given, start, spent)
+        if innocent:
+            middle = (start + stop) // 2
+            done = [self._run(given, *part, spent) for part in ((start, middle), (middle, stop))]
+        else:
+            done = [self._run_one(given, row, spent) for row in range(start, stop)]
+        return [part for parts, _ in done for part in parts], [one for _, poisoned in done for one in poisoned]
+
+    def _run_one(self, given: _Given, row: int, spent: list[Spent]) -> tuple[list[RowBatch], Poisoned]:
+        """Run one row alone, until it is done or has ended two workers by its own fault (rules 2 to 4)."""
+        one = given.cut(row, row + 1)
+        faults = starved = 0
+        only = False
+        for tries in itertools.count():
+            trial = MemoryTrial() if only else None
             try:
-                return [self._try(given.cut(start, stop), spent, alone=self._timed)], []
-            except ChildLost as death:
-                logger.warning(
-                    "%s: a worker was lost with %d rows (%s); they run again one by one",
-                    self._name,
-                    stop - start,
-                    death,
-                )
-        made: list[RowBatch] = []
-        poisoned: Poisoned = []
-        for row in range(start, stop):
-            try:
-                made.append(self._alone(given.cut(row, row + 1), spent))
-            except ChildLost as death:
-                self._count_hangs(int(death.hung))
-                poisoned.append((row, f"killed its worker twice: {death}"))
-        return made, poisoned
+                return [self._try(one, spent, alone=True, fresh=faults > 0 or only, only=only)], []
+            except ChildLost as loss:
+                if trial is not None and trial.convicts(loss):
+                    starved += 1
+                    if starved == 2:
+                        peak = f"{loss.peak_bytes / 1e9:.1f} GB"
+                        return [], [(row, f"{OUT_OF_MEMORY}: it was ended twice, the second time at {peak}")]
+                elif self._is_innocent(loss):
+                    only = only or (loss.killed and self._pool.suspects_memory())
+                else:
+                    faults += 1
+                    self._count_hangs(int(loss.late and faults == 2))
+                    if faults == 2:
+                        return [], [(row, f"killed its worker twice: {loss}")]
+                level = logging.DEBUG if tries and loss.blame is Blame.OUTSIDE else logging.WARNING
+                logger.log(level, "%s: a worker was lost with one row (%s); it runs once more", self._name, loss)
+        raise AssertionError("unreachable")
+
+    def _is_innocent(self, loss: ChildLost) -> bool:
+        """Whether a worker was lost without a fault of the rows; pause before they run again.
+
+        Raises:
+            SourceError: when workers wait for storage in vain again and again.
+            OverlordError: when very many were lost without any progress.
+        """
+        if loss.blame is Blame.ITSELF:
+            return False
+        if loss.blame is Blame.STORAGE:
+            with self._lock:
+                self._waited_in_vain += 1
+                if self._waited_in_vain >= STORAGE_TRIES:
+                    raise SourceError(
+                        f"{self._name}: {self._waited_in_vain} workers in a row waited for storage in vain ({loss}); "
+                        "going on without these rows would change the stream. See to the storage or the server that "
+                        "the rows are read from, and start again from the last checkpoint."
+                    )
+        self._pause(loss)
+        return True
+
+    def _pause(self, loss: Exception) -> None:
+        """Pause after a worker was lost from outside."""
+        self._pool.check_open()
+        try:
+            self._pool.losses.add(loss)
+        except TooManyLosses as many:
+            raise OverlordError(
+                f"{self._name}: no sample could be made: {many}. They were killed from outside: by the system, if the "
+                "host is out of memory, or by another program. Free memory, or find what kills them, and start again "
+                "from the last checkpoint."
+            ) from None
 
     def _count_hangs(self, rows: int) -> None:
         """Count rows that exceeded the time limit; raise once the function is taken to hang, and ever after."""
@@ -599,27 +729,28 @@ class Isolated:
             "needs longer."
         )
 
-    def _alone(self, row: _Given, spent: list[Spent]) -> RowBatch:
-        """Run one row; it may kill one worker, but not a second one that has run nothing else."""
-        try:
-            return self._try(row, spent, alone=True)
-        except ChildLost as death:
-            logger.warning("%s: a worker was lost with one row (%s); it runs once more", self._name, death)
-            self._count_hangs(0)  # another thread may have found out meanwhile
-        return self._try(row, spent, fresh=True)
+    def _try(
+        self, given: _Given, spent: list[Spent], *, alone: bool = False, fresh: bool = False, only: bool = False
+    ) -> RowBatch:
+        """Run rows in one worker; workers that cannot be started, or end while they load the function, are replaced.
 
-    def _try(self, given: _Given, spent: list[Spent], *, alone: bool = False, fresh: bool = False) -> RowBatch:
-        """Run rows in one worker; workers that are lost for other reasons are replaced a few times."""
-        for tries in itertools.count(1):
+        Raises:
+            ChildLost: when the worker was lost with the rows.
+        """
+        expected_s, tries = num_rows(given.rows) * self._row_s, 0
+        while True:
             try:
-                with self._pool.borrow(num_rows(given.rows) * self._row_s, alone=alone or fresh, fresh=fresh) as line:
+                with self._pool.borrow(expected_s, alone=alone or fresh, fresh=fresh, only=only) as line:
                     self._load(line)
                     made = line.kept(self._apply(line, given, spent))
+                self._pool.losses.progressed()
                 with self._lock:
+                    self._waited_in_vain = 0
                     self._hung = 0 if num_rows(given.rows) and self._hung < HANGS else self._hung
                 return made
             except _WorkerLost as loss:
                 self._pool.check_open()
+                tries += 1
                 if tries == TRIES:
                     raise OverlordError(
                         f"{self._name}: {TRIES} worker processes were lost before they ran a row ({loss}); no "
@@ -627,17 +758,28 @@ class Isolated:
                         + ("some, or set process=False to run it in the service itself." if self._users else "some.")
                     ) from None
                 logger.warning("%s: a worker process was lost (%s); another is started", self._name, loss)
+                self._pause(loss)
                 alone = True  # what stood in its other line may have killed it
-        raise AssertionError("unreachable")
+
+    def _limits(self, rows: int) -> CallLimits:
+        """Return how long a worker may take for so many rows."""
+        of = self._pool.limits
+        if self._deadline is not None:
+            return CallLimits(elapsed_s=self._deadline, stopped_s=of.stopped)
+        cpu_s = max(of.run_cpu, TIMES_COST * rows * self._row_s)
+        return CallLimits(cpu_s=cpu_s, idle_s=of.idle, stopped_s=of.stopped)
 
     def _load(self, line: _Line) -> None:
         """Send the function, once to each worker."""
         if self._key in line.worker.functions:
             return
+        limits = CallLimits(elapsed_s=self._pool.limits.load_function, stopped_s=self._pool.limits.stopped)
         try:
-            answer, _ = line.ask(LoadFunction(self._key), {"code": self._code}, self._pool.limits.load_function)
-        except ChildLost as death:
-            raise _WorkerLost(f"while it loaded the function: {death}") from None
+            answer, _ = line.ask(LoadFunction(self._key), {"code": self._code}, limits, f"loads {self._name!r}")
+        except ChildLost as loss:
+            if loss.blame is not Blame.ITSELF:
+                raise
+            raise _WorkerLost(f"while it loaded the function: {loss}") from None
         if isinstance(answer, RowsFailed):
             raise SpecError(
                 f"{self._name}: a worker process cannot load the function ({answer.reason}); no sample could be "
@@ -647,11 +789,12 @@ class Isolated:
 
     def _apply(self, line: _Line, given: _Given, spent: list[Spent]) -> RowBatch:
         rows, places = given
+        limits, what = self._limits(num_rows(rows)), f"runs {num_rows(rows)} rows of {self._name!r}"
         try:
             if places is None:
-                answer, made = line.ask(RunFunction(self._key), rows, self._deadline)
+                answer, made = line.ask(RunFunction(self._key), rows, limits, what)
             else:
-                answer, made = line.ask(*places.question(self._key, rows), self._deadline, places.descriptors)
+                answer, made = line.ask(*places.question(self._key, rows), limits, what, places.descriptors)
         except ChildLost:
             self._pool.check_open()  # then it was the closing pool that killed it
             raise

@@ -7,9 +7,13 @@ service gets columns whose offsets it checks.
 How a crash is attributed: a process reads for many callers at once, so all that waited for an answer are suspects. Each
 of them reads again, from the row it had come to, in a process of its own. What ends that one too is at fault: the
 caller gets a ReaderError that names the file and the block, and the source stops or is parked like one whose storage
-fails. Streams that were open but asked for nothing are opened again elsewhere and never count. A process that was
-killed (SIGKILL: an operator, or the kernel when memory runs out) proves nothing, so that is tried a few times more.
-The rows do not depend on any of this.
+fails. Streams that were open but asked for nothing are opened again elsewhere and never count. Whose fault an end was
+is decided as for process workers (blame.py): a process that was killed or stopped from outside proves nothing, and its
+callers read again, as often as it takes.
+
+No read waits for ever. A process that uses no processor while callers wait for it waits for storage or a server: it is
+replaced, and past a few tries that is an error of the storage. A read that takes too long although its process works is
+a suspect as above; in a process of its own it has a limit of processor time. The rows do not depend on any of this.
 """
 
 from __future__ import annotations
@@ -18,7 +22,6 @@ import collections
 import contextlib
 import itertools
 import logging
-import signal
 import socket
 import sys
 import threading
@@ -42,14 +45,15 @@ from overlord.core.messages import (
     ServeCaller,
     WorkerMessage,
 )
-from overlord.core.ragged import Kind, Ragged, RowBatch, num_bytes, num_rows
+from overlord.core.ragged import Kind, RowBatch, num_bytes, num_rows
 from overlord.errors import ClosedError, ReaderError, ServiceLost, SourceError
 from overlord.readers.files import StoredFile, verify_unchanged
 from overlord.readers.parquet_footer import warm_footer
 from overlord.readers.reader import BlockIndex, DamagedFile, Reader, reason_of
 from overlord.readers.source_files import reader_of
+from overlord.runtimes.supervision.blame import Blame, CallLimits, ChildLost, Losses, TooManyLosses
 from overlord.runtimes.supervision.child import LIMITS, Limits, name_process
-from overlord.runtimes.supervision.fork_server import ChildLost, ForkedChild, ForkServer
+from overlord.runtimes.supervision.fork_server import ForkedChild, ForkServer
 from overlord.runtimes.supervision.work_clock import Spent, WorkClock, note_help
 from overlord.runtimes.transport.role_codec import receive_message, receive_rows, send_message, send_rows
 from overlord.runtimes.transport.shared_memory import FreedMemory
@@ -66,11 +70,10 @@ of the service's interpreter, which limits the feed there. Most lines are not pa
 `SourceFiles.unparsed`."""
 CRASHES = 2
 """Processes that may end over one block: one that was shared, and one of its own."""
-LOSSES = 8
-"""Processes that may be lost by something else before a block yields its next rows."""
+STORAGE_TRIES = 3
+"""Processes that may wait for storage in vain before a block yields its next rows."""
 THREADS_PER_PROCESS = 4
 MOST_PROCESSES = 4
-_CRASH_SIGNALS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP}
 _FAILURES = {"SourceError": SourceError, "ReaderError": ReaderError}
 
 
@@ -92,6 +95,8 @@ class ReaderProcesses:
         self._retired: collections.deque[_ReaderProcess] = collections.deque()
         self._closed = False
         self.limits = limits
+        self.losses = Losses()
+        """Processes that were lost from outside."""
         self.numbers = itertools.count()
         """Numbers of streams."""
         self.damaged: dict[str, tuple[float, str]] = {}
@@ -147,16 +152,14 @@ class ReaderProcesses:
 
     def _start(self) -> _ReaderProcess:
         self.check_open()
-        for attempt in itertools.count(1):
-            try:
-                return _ReaderProcess(self._server.fork())
-            except ServiceLost as error:
-                if attempt == LOSSES:
-                    raise ReaderError(
-                        f"no reader process can be started ({error}); Parquet and Arrow files cannot be read. The host "
-                        "may be out of memory or processes: free some and start again from the last checkpoint."
-                    ) from None
-        raise AssertionError("unreachable")
+        try:
+            return _ReaderProcess(self._server.fork())
+        except ServiceLost as error:
+            self.check_open()
+            raise ReaderError(
+                f"no reader process can be started ({error}); Parquet and Arrow files cannot be read. Free memory or "
+                "processes of the host, and start again from the last checkpoint."
+            ) from None
 
     def _end_retired(self) -> None:
         while self._retired:
@@ -176,13 +179,12 @@ class _ReaderProcess:
         self.pid = child.pid
 
     def ask(
-        self, request: ReadHead | ReadBlock | NextRows, rows: RowBatch, seconds: float | None
+        self, request: ReadHead | ReadBlock | NextRows, rows: RowBatch, limits: CallLimits, what: str
     ) -> tuple[WorkerMessage, RowBatch]:
         """Ask and wait for the answer.
 
         Raises:
-            ChildLost: when the process is gone.
-            DamagedFile: when what it answers makes no sense.
+            ChildLost: when the process is gone, was late, or what it answers makes no sense.
         """
         connection = self._connect()
         dropped: list[int] = []
@@ -191,7 +193,8 @@ class _ReaderProcess:
                 dropped.append(self._dropped.popleft())
         began = time.perf_counter()
         try:
-            answer = self._child.exchange(replace(request, dropped=tuple(dropped)), rows, seconds, connection)
+            request = replace(request, dropped=tuple(dropped))
+            answer = self._child.exchange(request, rows, limits, what, connection)
         except ChildLost:
             connection.close()
             self.end()
@@ -216,7 +219,9 @@ class _ReaderProcess:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
-        self._child.end("it was ended by the service")
+        self._child.end("it was ended by the service", Blame.OUTSIDE)
+        with self._lock:  # a thread that asks for a further connection has it
+            self._child.close()
 
     def _connect(self) -> socket.socket:
         with self._lock:
@@ -226,13 +231,14 @@ class _ReaderProcess:
                 ours, theirs = socket.socketpair()
                 try:
                     with theirs:
+                        self._child.connection.setblocking(False)  # so many that none fits are left by one that hangs
                         send_message(self._child.connection, ServeCaller(), [theirs.fileno()])
                     return ours
-                except ServiceLost:
+                except (ServiceLost, OSError):
                     ours.close()
-        self._child.end()
         self.end()
-        raise ChildLost(str(self._child.loss))  # it ended before it was asked: what it was asked for is no suspect
+        # It ended before it was asked: what it was asked for is no suspect.
+        raise ChildLost(str(self._child.loss), Blame.OUTSIDE)
 
 
 class _ReadAttempts:
@@ -243,7 +249,7 @@ class _ReadAttempts:
         self._file = file
         self._what = what
         self._crashes = 0
-        self._losses = 0
+        self._waited_in_vain = 0
         known = pool.damaged.get(what)
         if known is not None and time.monotonic() < known[0] + pool.limits.damaged_file:
             raise ReaderError(known[1])
@@ -260,33 +266,60 @@ class _ReadAttempts:
         finally:
             self._pool.retire(process)
 
-    def progressed(self) -> None:
-        """Forget processes that were killed: however many are, rows come. What crashed is not forgotten."""
-        self._losses = 0
+    def ask(
+        self, process: _ReaderProcess, request: ReadHead | ReadBlock | NextRows, rows: RowBatch
+    ) -> tuple[RowsMade, RowBatch]:
+        """Ask a process that was lent.
+
+        Raises:
+            ChildLost: when it was lost.
+            SourceError, ReaderError, OSError: as the reader raised it.
+        """
+        limits = self._pool.limits
+        # The processor time of a process that others use as well is theirs too.
+        elapsed_s, cpu_s = (None, limits.read) if self._crashes else (limits.read, None)
+        allowed = CallLimits(elapsed_s, cpu_s, limits.idle, limits.stopped)
+        answer = _checked(process.ask(request, rows, allowed, f"reads {self._what}"))
+        self._pool.losses.progressed()
+        self._waited_in_vain = 0
+        return answer
 
     def lost(self, loss: ChildLost) -> None:
-        """Return if it may be read once more.
+        """Return if it may be read once more, after a pause where that helps.
 
         Raises:
             ReaderError: It has ended too many processes, or the file has changed.
+            SourceError: The storage does not answer.
             ClosedError: when it was the closing service that ended the process.
         """
         self._pool.check_open()
         verify_unchanged(self._file)  # a mapped file that was truncated ends the process as a damaged one does
-        # It waited for an answer of a process that ended by itself, or hung.
-        suspect = loss.hung or (loss.code is not None and (loss.code > 0 or -loss.code in _CRASH_SIGNALS))
-        self._crashes += suspect
-        self._losses += not suspect
-        if self._crashes < CRASHES and self._losses < LOSSES:
-            level = logging.WARNING if suspect else logging.DEBUG
-            logger.log(level, "%s: a reader process was lost (%s); it is read once more", self._what, loss)
+        if loss.blame is Blame.ITSELF:
+            self._count_crash(loss)
+        if loss.blame is Blame.STORAGE:
+            self._waited_in_vain += 1
+            if self._waited_in_vain >= STORAGE_TRIES:
+                raise SourceError(
+                    f"{self._what} cannot be read: the storage does not answer. {self._waited_in_vain} processes in a "
+                    f"row waited for it in vain ({loss}); going on without it would change the stream. See to the disk "
+                    "or server that holds the file, and start again from the last checkpoint."
+                )
+        level = logging.DEBUG if loss.blame is Blame.OUTSIDE else logging.WARNING
+        logger.log(level, "%s: a reader process was lost (%s); it is read once more", self._what, loss)
+        if loss.blame is Blame.ITSELF:
             return
-        if self._crashes < CRASHES:
+        try:
+            self._pool.losses.add(loss)
+        except TooManyLosses as many:
             raise ReaderError(
-                f"{self._what} cannot be read: {self._losses} processes that tried were killed ({loss}); going on "
-                "without it would change the stream. The host may be out of memory: free some, and start again from "
-                "the last checkpoint."
-            )
+                f"{self._what} cannot be read: {many}; going on without it would change the stream. The host may be "
+                "out of memory: free some, or find what kills the processes, and start again from the last checkpoint."
+            ) from None
+
+    def _count_crash(self, loss: ChildLost) -> None:
+        self._crashes += 1
+        if self._crashes < CRASHES:
+            return
         why = (
             f"{self._what} ended the process that read it {CRASHES} times ({loss}): the file is damaged, or made to do "
             "harm; going on without it would change the stream. Copy or write the file again, or take it out of the "
@@ -338,7 +371,7 @@ class IsolatedReader:
     ) -> Iterator[RowBatch]:
         """Yield the rows of one block, whatever happens to the processes that read them."""
         attempts = _ReadAttempts(self._pool, file, f"block {block} of {file.path}")
-        given, seconds = _given(file, index), self._seconds(file)
+        given = _given(file, index)
         while True:
             with attempts.process() as process:
                 number = next(self._pool.numbers)
@@ -347,12 +380,11 @@ class IsolatedReader:
                     batch_rows=batch_rows, scratch=None if scratch is None else str(scratch),
                 )  # fmt: skip
                 try:
-                    answer, rows = _checked(process.ask(opened, given, seconds))
+                    answer, rows = attempts.ask(process, opened, given)
                     while not answer.end:
                         skip += num_rows(rows)
-                        attempts.progressed()
                         yield rows
-                        answer, rows = _checked(process.ask(NextRows(stream=number), {}, seconds))
+                        answer, rows = attempts.ask(process, NextRows(stream=number), {})
                     return
                 except ChildLost as loss:
                     attempts.lost(loss)
@@ -367,12 +399,9 @@ class IsolatedReader:
         while True:
             with attempts.process() as process:
                 try:
-                    return _checked(process.ask(request, _given(file, None), self._seconds(file)))
+                    return attempts.ask(process, request, _given(file, None))
                 except ChildLost as loss:
                     attempts.lost(loss)
-
-    def _seconds(self, file: StoredFile) -> float | None:
-        return self._pool.limits.read if file.is_local else None
 
 
 class StreamingReader(IsolatedReader):
@@ -400,7 +429,7 @@ def _given(file: StoredFile, index: BlockIndex | None) -> RowBatch:
 
 
 def _checked(answer: tuple[WorkerMessage, RowBatch]) -> tuple[RowsMade, RowBatch]:
-    """Return an answer whose offsets stay within its values; the kernels that read them do not look.
+    """Return an answer that has rows.
 
     Raises:
         SourceError, ReaderError: as the reader raised it.
@@ -411,11 +440,9 @@ def _checked(answer: tuple[WorkerMessage, RowBatch]) -> tuple[RowsMade, RowBatch
         raise _FAILURES.get(head.error, DamagedFile)(head.reason)
     if not isinstance(head, RowsMade):
         raise DamagedFile("the reader process answers something else than rows")
-    for name, column in rows.items():
-        if isinstance(column, Ragged):
-            at = column.offsets
-            if not len(at) or at[0] < 0 or at[-1] > len(column.values) or (at[1:] < at[:-1]).any():
-                raise DamagedFile(f"the rows of column {name!r} leave their values")
+    lengths = {name: len(column) for name, column in rows.items()}
+    if len(set(lengths.values())) > 1:
+        raise DamagedFile(f"the reader process answers columns of different lengths: {lengths}")
     return head, rows
 
 

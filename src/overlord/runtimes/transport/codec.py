@@ -40,6 +40,7 @@ from overlord.version import VERSION
 
 MAX_HEAD = 1 << 30
 MAX_ARRAYS = 1 << 36
+MAX_FDS = 64
 MAX_ASKED = 8 << 20
 """Bytes of a message to a service: the largest are states, of a few hundred bytes a source."""
 MAX_READING = 64 << 20
@@ -188,28 +189,39 @@ def send_frame(
         _send(connection, data, on_silence)
         waiting = bytearray(padding)
     _send(connection, waiting, on_silence)
-    if fds:
+    while fds:
         try:
             socket.send_fds(connection, [b"F"], fds)
+            return
+        except (BlockingIOError, TimeoutError) as error:
+            _wait_longer(on_silence, error)
         except OSError as error:
             raise ServiceLost(f"the connection broke: {error}") from error
+
+
+class Garbled(ServiceLost):
+    """The other side sent bytes that are no message: a process whose memory is damaged, or no process of overlord."""
 
 
 def receive_frame(connection: socket.socket, on_silence: OnSilence | None = None) -> tuple[Frame, list[int]]:
     """Wait for a frame of a peer that is trusted; its arrays are views into one block of memory.
 
     Raises:
-        ServiceLost: when the other side is gone, or is no process of overlord.
+        ServiceLost: when the other side is gone.
+        Garbled: when it sends no message.
         SpecError: when it runs another version.
     """
     read = _Reader(connection, on_silence)
     name, head, table, num_fds, total = _read_prefix(read)
-    if head + table > MAX_HEAD or total > MAX_ARRAYS:
-        raise ServiceLost(f"the peer announced a message of {head + table + total} bytes; it is no part of overlord.")
-    frame: Frame = [read(head)]
-    kinds, block = read(table), np.empty(total, np.uint8)
+    if head + table > MAX_HEAD or total > MAX_ARRAYS or num_fds > MAX_FDS:
+        raise Garbled(f"the peer announced a message of {head + table + total} bytes; it is no part of overlord.")
+    try:
+        frame: Frame = [read(head)]
+        kinds, block = read(table), np.empty(total, np.uint8)
+    except MemoryError as error:
+        raise Garbled(f"there is no memory for a message of {head + table + total} bytes") from error
     read.into(block)
-    fds = _receive_fds(connection, num_fds) if num_fds else []
+    fds = _receive_fds(connection, num_fds, on_silence) if num_fds else []
     try:
         _check_version(name)
         frame += _cut(kinds, block)
@@ -233,15 +245,19 @@ def _cut(table: bytearray, block: npt.NDArray[np.uint8]) -> Iterator[Array]:
             array = block[at : at + nbytes].view(dtype)
             yield array if flat else array.reshape(shape)
             at += padded(nbytes)
-    except (msgspec.DecodeError, ValueError, TypeError) as error:
-        raise ServiceLost(f"the other side sent bytes that are no arrays ({error})") from error
+    except (msgspec.DecodeError, ValueError, TypeError, OverflowError, SyntaxError) as error:
+        raise Garbled(f"the other side sent bytes that are no arrays ({error})") from error
 
 
-def _receive_fds(connection: socket.socket, count: int) -> list[int]:
-    try:
-        _, fds, _, _ = socket.recv_fds(connection, 1, count)
-    except OSError as error:
-        raise ServiceLost(f"the connection broke: {error}") from error
+def _receive_fds(connection: socket.socket, count: int, on_silence: OnSilence | None) -> list[int]:
+    while True:
+        try:
+            _, fds, _, _ = socket.recv_fds(connection, 1, count)
+            break
+        except (BlockingIOError, TimeoutError) as error:
+            _wait_longer(on_silence, error)
+        except OSError as error:
+            raise ServiceLost(f"the connection broke: {error}") from error
     if len(fds) < count:  # the sender was killed between the message and what goes along
         for fd in fds:
             os.close(fd)
@@ -252,7 +268,7 @@ def _receive_fds(connection: socket.socket, count: int) -> list[int]:
 def _read_prefix(read: _Reader) -> tuple[bytes, int, int, int, int]:
     name, *sizes = PREFIX.unpack(read(PREFIX.size))
     if not name.startswith(_NAME):
-        raise ServiceLost(f"the other side sent {name[:16]!r}, which no process of overlord does")
+        raise Garbled(f"the other side sent {name[:16]!r}, which no process of overlord does")
     return name, *sizes
 
 

@@ -163,7 +163,7 @@ class ProcessEngine:
                 process.connection, StartRole(str(self._folder), path, site_facts, list(sys.path), end_s, bundle)
             )
         except ServiceLost as error:
-            process.end()
+            process.close()
             raise PeerGone(f"it died while it was started: {error}") from error
         return ProcessPeer(path, process)
 
@@ -179,7 +179,7 @@ class ProcessEngine:
         peer.close()
         peer.process.kill("was killed by its supervisor")
         # The fork server may hang as well, and the promotion of a shadow must not wait for that.
-        threading.Thread(target=peer.process.end, name="overlord-reap", daemon=True).start()
+        threading.Thread(target=peer.process.close, name="overlord-reap", daemon=True).start()
         Path(peer.path).unlink(missing_ok=True)
 
     def wait(self, pending: Sequence[Pending], timeout_s: float) -> None:

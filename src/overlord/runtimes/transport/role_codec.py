@@ -25,9 +25,17 @@ from overlord.core.messages import HandedOver, Rows, SharedArray, SharedRows, Wi
 from overlord.core.plan import plan_from_bytes
 from overlord.core.ragged import Ragged, RowBatch, Scattered
 from overlord.core.samples import dtype_from_text, dtype_to_text, padded
-from overlord.errors import OverlordError, ServiceLost
+from overlord.errors import OverlordError
 from overlord.runtimes.transport import codec
-from overlord.runtimes.transport.codec import Frame, OnSilence, error_of, failure_of, receive_frame, send_frame
+from overlord.runtimes.transport.codec import (
+    Frame,
+    Garbled,
+    OnSilence,
+    error_of,
+    failure_of,
+    receive_frame,
+    send_frame,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +117,13 @@ def send_message(
     send_frame(connection, codec.frame_of(message), fds, on_silence)
 
 
-def receive_message(connection: socket.socket) -> tuple[Any, list[int]]:
+def receive_message(connection: socket.socket, on_silence: OnSilence | None = None) -> tuple[Any, list[int]]:
     """Wait for a message of a process of this service; return it with the file descriptors that came along.
 
     Raises:
         ServiceLost: when the other side is gone.
     """
-    frame, fds = receive_frame(connection)
+    frame, fds = receive_frame(connection, on_silence)
     return from_frame(frame), fds
 
 
@@ -141,13 +149,14 @@ def receive_rows(connection: socket.socket, on_silence: OnSilence | None = None)
     """Wait for a message; its columns are views into one block of memory.
 
     Raises:
-        ServiceLost: when the other side is gone, or what it sends are no rows.
+        ServiceLost: when the other side is gone.
+        Garbled: when what it sends are no rows.
     """
     frame, _ = receive_frame(connection, on_silence)
     try:
         found: Rows = _rows_decoder().message(frame)
     except OverlordError as error:
-        raise ServiceLost(str(error)) from error
+        raise Garbled(str(error)) from error
     return rows_from(found)
 
 
@@ -156,8 +165,12 @@ def _rows_of(head: WorkerMessage, rows: RowBatch) -> Rows:
 
 
 def rows_from(found: Rows) -> tuple[WorkerMessage, RowBatch]:
-    """Return the rows of a message."""
-    return found.head, {name: _column_of(arrays) for name, arrays in found.columns.items() if arrays}
+    """Return the rows of a message.
+
+    Raises:
+        Garbled: when a column reaches out of its values; the kernels that read them do not look.
+    """
+    return found.head, {name: _column_of(name, arrays) for name, arrays in found.columns.items() if arrays}
 
 
 def copied_bytes(rows: RowBatch, heap: npt.NDArray[np.uint8]) -> int:
@@ -233,11 +246,29 @@ class RowMemory:
         """Read an answer; its columns are views of the memory, or of the rows that were sent.
 
         Raises:
-            ServiceLost: when it points outside of them.
+            Garbled: when it points outside of them.
         """
         found = self._read(message, lambda array: None if array.asked else self.answered)
         self._sent = []
         return found
+
+    def receive_answer(self, connection: socket.socket, on_silence: OnSilence) -> tuple[WorkerMessage, RowBatch, int]:
+        """Wait for an answer; return also how many bytes of it did not fit into the memory.
+
+        Raises:
+            ServiceLost: when the other side is gone.
+            Garbled: when it sends something else than rows, or points outside of its memory.
+        """
+        frame, _ = receive_frame(connection, on_silence)
+        try:
+            found = _decoder().message(frame)
+        except OverlordError as error:
+            raise Garbled(str(error)) from error
+        if isinstance(found, SharedRows):
+            return *self.answer_of(found), 0
+        if not isinstance(found, Rows):
+            raise Garbled(f"the other side sent {type(found).__name__} instead of rows")
+        return *rows_from(found), sum(padded(array.nbytes) for array in frame[1:])
 
     def _write(
         self, head: WorkerMessage, rows: RowBatch, memory: npt.NDArray[np.uint8],
@@ -284,8 +315,8 @@ class RowMemory:
                     raise ValueError(f"an array of {one.dtype} {one.shape} at {one.offset} leaves its memory")
                 arrays.append(memory[at : at + nbytes].view(dtype).reshape(one.shape))
             return rows_from(_rows_decoder().message([message.head, *arrays]))
-        except (OverlordError, ValueError, TypeError, StopIteration) as error:
-            raise ServiceLost(f"the other side sent something else than rows ({error})") from error
+        except (OverlordError, ValueError, TypeError, OverflowError, SyntaxError, StopIteration) as error:
+            raise Garbled(f"the other side sent something else than rows ({error})") from error
 
 
 _IN_HEAP = 1 << 48
@@ -300,10 +331,21 @@ def _offset_in(memory: npt.NDArray[np.uint8] | None, array: np.ndarray[Any, Any]
     return offset if offset >= 0 and offset + array.nbytes <= len(memory) else None
 
 
-def _column_of(arrays: list[np.ndarray[Any, Any]]) -> Any:
-    if len(arrays) == 3:
-        return Scattered(arrays[0], arrays[1], arrays[2], arrays[0].dtype)
-    return arrays[0] if len(arrays) == 1 else Ragged(arrays[0], arrays[1])
+def _column_of(name: str, arrays: list[np.ndarray[Any, Any]]) -> Any:
+    if len(arrays) == 1:
+        return arrays[0]
+    # The bounds are copied before they are checked: a process that is out of order could still change the memory.
+    values, bounds = arrays[0], [np.array(one) for one in arrays[1:]]
+    whole = values.ndim > 0 and all(one.ndim == 1 and one.dtype.kind == "i" for one in bounds)
+    if whole and len(bounds) == 1:
+        offsets = bounds[0]
+        if len(offsets) and offsets[0] >= 0 and offsets[-1] <= len(values) and not (offsets[1:] < offsets[:-1]).any():
+            return Ragged(values, offsets)
+    if whole and len(bounds) == 2 and len(bounds[0]) == len(bounds[1]) and values.dtype == np.uint8:
+        begin, sizes = bounds
+        if not len(begin) or (begin.min() >= 0 and sizes.min() >= 0 and not (sizes > len(values) - begin).any()):
+            return Scattered(values, begin, sizes, values.dtype)
+    raise Garbled(f"the rows of column {name!r} leave their values")
 
 
 def _arrays_of(name: str, column: Any) -> list[np.ndarray[Any, Any]]:

@@ -393,6 +393,8 @@ class PooledRows(Protocol):
 
 Isolate = Callable[[RowFunction, str, float | None], PooledRows]
 """Moves a function (with its name for messages, and a deadline in seconds or None) into process workers."""
+OUT_OF_MEMORY = "it needs more memory than this host has"
+"""How the reason begins for which a row is given up that the out-of-memory killer ended alone, with room, twice."""
 
 
 def run_rows(

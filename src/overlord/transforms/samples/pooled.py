@@ -9,9 +9,9 @@ Rules of this file:
 1. Every function here makes a row from that row alone, so the stream does not depend on how rows are cut into runs or
    how many workers there are.
 2. A row that kills its worker twice is measured as one that could not be read: its content is never looked at here.
-3. What is made behind the plan must not depend on time or memory, as no verdict of it is journaled: it has no time
-   limit, and an item whose worker was ended from outside (by the kernel, out of memory) is made in the service. An
-   item that crashes its worker does so on every host, and becomes a stand-in.
+3. What is made after the plan must not depend on the host, as no verdict of it is journaled. An item that crashes its
+   worker, or takes far more processor time than any item should, does so on every host, and becomes a stand-in. One
+   that needs more memory than this host has is an error: on another host it would be delivered.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from overlord.core.ragged import (
     blank_rows,
     concat_rows,
     num_rows,
-    slice_rows,
     take_rows,
 )
+from overlord.errors import OverlordError
 from overlord.job.specs import Custom, Source, Text
 from overlord.transforms.samples.per_sample import (
+    OUT_OF_MEMORY,
     Bools,
     Fault,
     Finished,
@@ -95,14 +96,14 @@ class PooledTransform:
         self._parse = parse
         self.columns = transform.columns
         name = source.name
-        measure = MeasureRows(source, tokenizer, parse=parse)
+        measure = MeasureRows(source, tokenizer, parse)
         self._measure = isolate(measure, name, getattr(source.sample, "deadline", None))
+        self._name = name
         self._encode = isolate(EncodeRows(source, tokenizer), name, None)
-        self._encode_here = EncodeRows(source, tokenizer, transform)
         decoder = transform.decoder
         self.decoder: MediaDecoder | None = None
         if decoder is not None:
-            self.decoder = PooledDecoder(decoder, isolate(DecodeRows(source, tokenizer), name, None))
+            self.decoder = PooledDecoder(name, decoder, isolate(DecodeRows(source, tokenizer), name, None))
 
     def parsing(self, parse: Parse) -> PooledTransform:
         """Return the same transform for rows that are still to be parsed, which workers do too."""
@@ -140,7 +141,7 @@ class PooledTransform:
         given: RowBatch = {"raw": kept["raw"], "claimed": kept["claimed"], BAD_COLUMN: bad}
         made, killed = self._encode(given)
         if killed:
-            made, killed = self._with_killed_texts(made, given, killed)
+            made = self._with_killed_texts(made, given, killed)
         encoded = {name: column for name, column in kept.items() if name not in ("raw", "claimed")}
         done = self._local.finish(encoded | {"tokens": made["tokens"]}, planned, bad, workers)
         faults = _texts(made, _FAULT) + killed
@@ -152,22 +153,19 @@ class PooledTransform:
         done.wrong_lengths += _texts(made, _WRONG)
         return done
 
-    def _with_killed_texts(self, made: RowBatch, given: RowBatch, killed: list[Fault]) -> tuple[RowBatch, list[Fault]]:
-        """Put texts whose workers ended twice back into their places; return also those that crashed them."""
+    def _with_killed_texts(self, made: RowBatch, given: RowBatch, killed: list[Fault]) -> RowBatch:
+        """Put texts that ended their workers twice back into their places, as stand-ins."""
+        _check_memory(self._name, killed)
         dead = np.zeros(num_rows(given), np.bool_)
         dead[[row for row, _ in killed]] = True
-        crashed = [(row, reason) for row, reason in killed if not _killed_from_outside(reason)]
-        stand_ins = [
-            _NOT_ENCODED if fault in crashed else self._encode_here(slice_rows(given, fault[0], fault[0] + 1))
-            for fault in killed
-        ]
-        return _put_back(made, concat_rows(stand_ins), dead), crashed
+        return _put_back(made, concat_rows([_NOT_ENCODED] * len(killed)), dead)
 
 
 class PooledDecoder:
     """The decoder of one source, in the pool."""
 
-    def __init__(self, decoder: MediaDecoder, run: PooledRows) -> None:
+    def __init__(self, name: str, decoder: MediaDecoder, run: PooledRows) -> None:
+        self._name = name
         self._local = decoder
         self._run = run
 
@@ -193,15 +191,10 @@ class PooledDecoder:
         made, killed = self._run(rows, [places[at] for at in at_of.tolist()])
         survived = np.delete(chosen, [row for row, _ in killed])
         faults = [(int(survived[row]), reason) for row, reason in _texts(made, _FAULT)]
+        _check_memory(self._name, killed)
         for row, reason in killed:
-            item, place = int(chosen[row]), places[int(at_of[row])]
-            try:
-                if not _killed_from_outside(reason):
-                    raise MediaFault(reason)
-                self._local.decode(media.data(item), media.grids[item], int(media.seeds[item]), place)
-            except MediaFault as fault:
-                place[:] = 0
-                faults.append((item, str(fault)))
+            places[int(at_of[row])][:] = 0
+            faults.append((int(chosen[row]), reason))
         return sorted(faults)
 
 
@@ -219,14 +212,13 @@ class _OfSource:
         self,
         source: Source,
         tokenizer: TokenizerFile | None,
-        transform: SampleTransform | None = None,
         parse: Parse | None = None,
     ) -> None:
         self._source = source
         self._parse = parse
         self.tokenizer = tokenizer
         """What the process that forks workers loads ahead."""
-        self._made = transform
+        self._made: SampleTransform | None = None
 
     def prepare(self) -> None:
         """Do now what would make the first row take longer than others."""
@@ -334,9 +326,14 @@ def _put_back(made: RowBatch, others: RowBatch, dead: Bools) -> RowBatch:
     return take_rows(concat_rows([made, others]), places)
 
 
-def _killed_from_outside(reason: str) -> bool:
-    """Whether a worker was ended by SIGKILL, which no row sends: most likely the host was out of memory."""
-    return "SIGKILL" in reason
+def _check_memory(name: str, killed: Sequence[Fault]) -> None:
+    """Raise for an item that was planned, and that this host has not the memory to make."""
+    for _, reason in killed:
+        if reason.startswith(OUT_OF_MEMORY):
+            raise OverlordError(
+                f"source {name!r}: a sample of a planned step cannot be made: {reason}; without it the stream would be "
+                "another one. Free memory or use a host with more, and start again from the last checkpoint."
+            )
 
 
 def _column(texts: Sequence[Fault], count: int) -> Ragged:
