@@ -170,7 +170,7 @@ _LAUNCHER = """
 import json, sys, time
 import overlord as ol
 job = ol.Job.from_mapping(json.loads(sys.argv[1]))
-service = ol.launch(job, cache=sys.argv[2], mesh=ol.ClientPlaceTree(dp=2))
+service = ol.launch(job, cache=sys.argv[2], mesh=ol.ClientPlaceTree(dp=2), **json.loads((sys.argv[3:] or ["{}"])[0]))
 print(json.dumps([service.address, service.status()["pid"]]), flush=True)
 client = service.client()
 try:
@@ -202,8 +202,8 @@ def start(script, *arguments):
     )
 
 
-def started_launcher(ids_job, cache):
-    launcher = start(_LAUNCHER, ids_job.model_dump_json(by_alias=True), cache)
+def started_launcher(ids_job, cache, setting=None):
+    launcher = start(_LAUNCHER, ids_job.model_dump_json(by_alias=True), cache, json.dumps(setting or {}))
     address, pid = json.loads(launcher.stdout.readline())
     assert launcher.stdout.readline() == "at 3\n"
     return launcher, address, pid
@@ -315,6 +315,26 @@ def test_launcher_and_service_are_killed(ids_job, cache, nothing_left):
     os.kill(pid, signal.SIGKILL)
     launcher.kill()
     launcher.wait(DEADLINE_S)
+    wait_removed(address)
+    end(launcher)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"dashboard": 0}, pytest.param({"loader_hosts": 2}, marks=pytest.mark.slow)], ids=["one", "hosts"]
+)
+def test_what_is_stopped_when_its_launcher_is_killed_goes_too(mixed_job, cache, nothing_left, setting):
+    """A process that is stopped cannot see that its launcher or its service is gone."""
+    launcher, address, pid = started_launcher(mixed_job, cache, setting)
+    there = psutil.Process(launcher.pid).children(recursive=True)
+    assert len(there) > 3
+    for process in there:
+        process.send_signal(signal.SIGSTOP)
+    launcher.kill()
+    _, left = psutil.wait_procs(there, DEADLINE_S)
+    names = [Path(f"/proc/{process.pid}/comm").read_text() for process in left]
+    for process in left:
+        process.kill()
+    assert names == []
     wait_removed(address)
     end(launcher)
 

@@ -41,6 +41,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from overlord.dashboard.watching import LOOK_EVERY_S, Watch
 from overlord.errors import OverlordError, SpecError
 from overlord.reports.pages import STYLE
+from overlord.runtimes.supervision.child import name_process
 from overlord.runtimes.supervision.page_process import LOOPBACKS, TOKEN_VARIABLE, end_with_launcher, url_of
 
 R = TypeVar("R")
@@ -406,6 +407,7 @@ class PageServer:
 
 
 if __name__ == "__main__":  # the process of `launch(dashboard=PORT)`: an address, and the descriptor of its socket
+    name_process("page")
     page = PageServer(sys.argv[1], socket.socket(fileno=int(sys.argv[2])), os.environ.get(TOKEN_VARIABLE))
     end_with_launcher(page.stop)
     page.run()

@@ -14,6 +14,7 @@ Every limit stands in `Limits`, which derives them from the heartbeat.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import signal
@@ -73,7 +74,8 @@ class Limits:
         self.rewind: Final = 3.0 * slow  # a service process that goes back to an earlier step: trainers wait for it
         self.service_close: Final = 15.0 * slow  # a service on one host
         self.ray_close: Final = 60.0 * slow  # a service on a cluster
-        self.role_close: Final = 10.0 * slow  # all roles of one kind, and all threads that replace roles
+        self.role_close: Final = 10.0 * slow  # all roles, and all threads that replace roles
+        self.role_last_word: Final = 2.0 * slow  # the roles of one kind, where others have taken that time
         self.orphaned_service: Final = 45.0 * slow  # a service whose launcher is gone
         self.orphaned_role: Final = 5.0 * slow  # a role whose service is gone
         self.fork_close: Final = 2.0 * slow  # a fork server that ends its children
@@ -194,6 +196,29 @@ class ChildProcess:
         if self.ended is None:
             self.code = code
             self.ended = self.killed_for or ("was lost" if code is None else how_it_ended(code))
+
+
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+"""Of linux/prctl.h."""
+
+
+def name_process(name: str) -> None:
+    """Have `top`, `pstree` and `ps -o comm` show what this process is: its command line is that of all its siblings.
+
+    Call it in the main thread. The kernel keeps 15 bytes.
+    """
+    _prctl(_PR_SET_NAME, f"ol:{name}".encode())
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends: also one that is stopped, which no other signal ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int | bytes) -> None:
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
+    if prctl is not None:
+        prctl(option, value)
 
 
 def usable_cpus(folder: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:

@@ -6,8 +6,10 @@ that both load at the same time; nothing but the standard library is loaded here
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,10 +29,29 @@ Its children have a core each: a library that starts a thread for each core woul
 keep twice what hundreds of open files need, as every thread has a heap."""
 
 
+def signal_at_end(pipe: int, signum: signal.Signals, owner: int) -> None:
+    """Have the kernel send a signal when the last writer of a pipe is gone, and whenever something is written to it.
+
+    A process that watches the pipe itself does not see its end while it is stopped. SIGCONT lets a stopped process go
+    on, and changes nothing for others; SIGKILL ends it.
+
+    Args:
+        pipe: The end that is read.
+        owner: The process that gets the signal, or minus the process group.
+    """
+    if not hasattr(fcntl, "F_SETSIG"):
+        return  # not Linux
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, owner)
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signum)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+
+
 def start_python(
     arguments: Sequence[str], environment: Mapping[str, str], fds: Sequence[int], **options: object
 ) -> subprocess.Popen[bytes]:
     """Start a Python process with the modules of this one; its standard input is a pipe that ends with this process.
+
+    A process that is stopped then goes on, so that it can end.
 
     Args:
         environment: Variables that this process's own environment overrules.
@@ -39,9 +60,19 @@ def start_python(
     paths = os.pathsep.join(path for path in sys.path if path)
     # Few malloc arenas: with one for each of its threads, what they free stays with the process.
     env = {"MALLOC_ARENA_MAX": "2", **environment, **os.environ, "PYTHONPATH": paths}
-    return subprocess.Popen(  # type: ignore[call-overload,no-any-return]
-        [sys.executable, *arguments], stdin=subprocess.PIPE, pass_fds=fds, env=env, **options
-    )
+    line, ours = os.pipe()
+    try:
+        process: subprocess.Popen[bytes] = subprocess.Popen(  # type: ignore[call-overload]
+            [sys.executable, *arguments], stdin=line, pass_fds=fds, env=env, **options
+        )
+        signal_at_end(line, signal.SIGCONT, process.pid)
+        process.stdin = os.fdopen(ours, "wb")
+    except BaseException:
+        os.close(ours)
+        raise
+    finally:
+        os.close(line)
+    return process
 
 
 def start_service(module: str, environment: Mapping[str, str], keeps_folder: int) -> subprocess.Popen[bytes]:

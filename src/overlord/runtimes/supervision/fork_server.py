@@ -23,9 +23,7 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
-import fcntl
 import gc
 import importlib
 import itertools
@@ -54,8 +52,16 @@ from overlord.runtimes.supervision.blame import (
     blame_for,
     never_runs_again,
 )
-from overlord.runtimes.supervision.child import LIMITS, Backoff, ChildProcess, Limits, exit_status
-from overlord.runtimes.supervision.early_start import ONE_THREAD, start_python
+from overlord.runtimes.supervision.child import (
+    LIMITS,
+    Backoff,
+    ChildProcess,
+    Limits,
+    die_with_parent,
+    exit_status,
+    name_process,
+)
+from overlord.runtimes.supervision.early_start import ONE_THREAD, signal_at_end, start_python
 from overlord.runtimes.transport.codec import Garbled, OnSilence
 from overlord.runtimes.transport.role_codec import receive_message, receive_rows, send_message, send_rows
 
@@ -432,6 +438,8 @@ class _Template:
                 send_message(self._control, ForkServerFor(module, tuple(preloads)), [control.fileno(), line])
                 answer: ForkAnswer = receive_message(self._control)[0]
             if answer.error is None:
+                with contextlib.suppress(OSError):  # it is gone
+                    signal_at_end(line, signal.SIGKILL, -answer.pid)  # also while it does not run yet
                 server = _ForkedServer(answer.pid, ours)
                 ours = -1
                 return server
@@ -464,7 +472,8 @@ def start_template() -> None:
     _template = None
     code = 1
     try:
-        _die_with_parent()
+        die_with_parent()
+        name_process("template")
         _keep_only(theirs.fileno())
         _be_template(theirs)
         code = 0
@@ -525,6 +534,7 @@ Serve = Callable[[socket.socket], None]
 def _run_server(module: str, control: socket.socket, preloads: Sequence[str]) -> NoReturn:
     """Be the fork server of a module; never return."""
     code = 1
+    name_process("fork-server")
     try:
         served = importlib.import_module(module)
         getattr(served, "preload", lambda *_: None)(*preloads)
@@ -553,15 +563,15 @@ def run(control: socket.socket, serve: Serve) -> None:
 
 
 def end_with_parent() -> None:
-    """Let the kernel end this process group once no process holds the other end of standard input.
+    """Let the kernel kill this process group once no process holds the other end of standard input.
 
-    A thread that watches the pipe would not do: a function that never releases the interpreter would keep it waiting.
+    A thread that watches the pipe would not do: a function that never releases the interpreter would keep it waiting,
+    and so would a SIGSTOP.
     """
     line = os.dup(0)
+    signal_at_end(line, signal.SIGKILL, -os.getpgrp())
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # a function that reads standard input finds it empty
-    fcntl.fcntl(line, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(line, fcntl.F_SETFL, fcntl.fcntl(line, fcntl.F_GETFL) | os.O_ASYNC)
     ended = select.poll()
     ended.register(line, select.POLLHUP)
     if ended.poll(0):  # the parent was gone before the kernel was asked to signal its end
@@ -585,7 +595,7 @@ def _answer(
     if pid == 0:
         control.close()
         os.set_inheritable(fds[0], False)  # a program that the function starts must not keep the connection open
-        _die_with_parent()
+        die_with_parent()
         _run_child(socket.socket(fileno=fds[0]), serve)
     os.close(fds[0])
     children.add(pid)
@@ -613,17 +623,6 @@ def _collect(pid: int, children: set[int]) -> tuple[int, int] | None:
         return None
     children.discard(pid)
     return os.waitstatus_to_exitcode(status), 1024 * usage.ru_maxrss
-
-
-_PR_SET_PDEATHSIG = 1
-"""Of linux/prctl.h."""
-
-
-def _die_with_parent() -> None:
-    """Have the kernel kill this process when the server ends: also one that is stopped, which no other signal ends."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux has it
-    if prctl is not None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _run_child(connection: socket.socket, serve: Serve) -> NoReturn:

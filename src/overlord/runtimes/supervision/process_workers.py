@@ -86,7 +86,7 @@ from overlord.runtimes.supervision.blame import (
     TooManyLosses,
     oom_kills,
 )
-from overlord.runtimes.supervision.child import LIMITS, Limits, usable_cpus
+from overlord.runtimes.supervision.child import LIMITS, Limits, name_process, usable_cpus
 from overlord.runtimes.supervision.fair_threads import FairThreads
 from overlord.runtimes.supervision.fork_server import ForkedChild, ForkServer
 from overlord.runtimes.supervision.work_clock import Spent, WorkClock, note_help
@@ -856,6 +856,7 @@ def _run_into_places(function: Any, head: RunFunction, rows: RowBatch, fds: Sequ
 
 def serve(connection: socket.socket) -> None:
     """Load functions and run them over rows, until the other side closes a connection."""
+    name_process("worker")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other cores have workers of their own
     functions: dict[str, Any] = {}
     lines = {connection.fileno(): _ServedLine(connection, functions)}

@@ -52,7 +52,7 @@ from overlord.readers.parquet_footer import warm_footer
 from overlord.readers.reader import BlockIndex, DamagedFile, Reader, reason_of
 from overlord.readers.source_files import reader_of
 from overlord.runtimes.supervision.blame import Blame, CallLimits, ChildLost, Losses, TooManyLosses
-from overlord.runtimes.supervision.child import LIMITS, Limits
+from overlord.runtimes.supervision.child import LIMITS, Limits, name_process
 from overlord.runtimes.supervision.fork_server import ForkedChild, ForkServer
 from overlord.runtimes.supervision.work_clock import Spent, WorkClock, note_help
 from overlord.runtimes.transport.role_codec import receive_message, receive_rows, send_message, send_rows
@@ -469,6 +469,7 @@ def preload() -> None:
 
 def serve(control: socket.socket) -> None:
     """Serve every connection that is handed over, until the service closes the first one."""
+    name_process("reader")
     with contextlib.suppress(OSError):  # a host without it has no say in what the kernel ends when memory runs out
         Path("/proc/self/oom_score_adj").write_text("500")
     streams: Streams = {}

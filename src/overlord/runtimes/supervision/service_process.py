@@ -48,7 +48,15 @@ from overlord.job.specs import Job
 from overlord.roles.client import Client
 from overlord.runtimes.client_feed import STARTING, ask_once, connect, write_failure, write_start
 from overlord.runtimes.launching.service_options import KeepOptions, Progress, ServiceOptions, pack
-from overlord.runtimes.supervision.child import LIMITS, Backoff, ChildProcess, Limits, Liveness, Restarts
+from overlord.runtimes.supervision.child import (
+    LIMITS,
+    Backoff,
+    ChildProcess,
+    Limits,
+    Liveness,
+    Restarts,
+    name_process,
+)
 from overlord.runtimes.supervision.cleanup import set_up_process
 from overlord.runtimes.supervision.early_start import start_service, take_started
 from overlord.runtimes.transport.codec import error_of, failure_of, raised, receive, send
@@ -663,6 +671,7 @@ def run_service(serving: Serving) -> None:
     events = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever prints from here on goes to the log, not into the protocol
     set_up_process()
+    name_process("service")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's, which closes the pipe
 
     def tell(event: ServiceEvent) -> None:

@@ -291,8 +291,8 @@ class Supervisor:
         for thread in self._replacing:
             thread.join(max(0.0, end - time.monotonic()))
         for role in ("constructor", "planner", "loader"):
-            # One that does not end is killed below.
-            self._ask_running(role, "close", Close(why), self._limits.role_close)
+            # One that does not end is killed below. Roles that are stopped must not keep others from their store.
+            self._ask_running(role, "close", Close(why), max(end - time.monotonic(), self._limits.role_last_word))
         with self.table.lock:
             for one in self.table.roles.values():
                 if one.peer is not None:

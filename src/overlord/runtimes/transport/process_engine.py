@@ -26,7 +26,7 @@ from overlord.errors import ServiceLost
 from overlord.runtimes.hosts.peers import Blobs
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.launching.deployment import warm_common
-from overlord.runtimes.supervision.child import LIMITS, Backoff, Limits
+from overlord.runtimes.supervision.child import LIMITS, Backoff, Limits, name_process
 from overlord.runtimes.supervision.fork_server import ForkedChild, ForkServer, start_template
 from overlord.runtimes.transport.codec import Frame, frame_of, receive_frame, send_frame
 from overlord.runtimes.transport.engine import SERVICE, Membership, Peer, PeerGone, Pending, Sender
@@ -230,6 +230,7 @@ def preload() -> None:
 def serve(connection: socket.socket) -> None:
     """Be a role: which one is the first message on the connection, and the end of the connection ends it."""
     told: StartRole = receive_message(connection)[0]
+    name_process(f"{told.site['role']}{told.site['number']}")
     if told.site["role"] != "planner":
         start_template()  # for its process workers and reader processes; now, before it has threads
     coming: Future[_RoleServer] = Future()  # early callers wait for it
