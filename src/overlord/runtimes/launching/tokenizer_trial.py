@@ -22,14 +22,16 @@ import jinja2
 import numpy as np
 import tokenizers
 
-from overlord.core.messages import RowsFailed, RowsMade, RunFunction
+from overlord.core.messages import RowsFailed, RowsMade, RunFunction, WorkerMessage
 from overlord.core.ragged import RowBatch
 from overlord.core.spec_errors import list_some
 from overlord.errors import ServiceLost, SpecError
 from overlord.job.specs import Chat, Job, Source
+from overlord.runtimes.supervision.blame import Blame, CallLimits, ChildLost, Losses, TooManyLosses
 from overlord.runtimes.supervision.child import LIMITS, Limits
-from overlord.runtimes.supervision.fork_server import ChildLost, ForkServer
+from overlord.runtimes.supervision.fork_server import ForkServer
 from overlord.runtimes.transport.role_codec import receive_rows, send_rows
+from overlord.runtimes.transport.user_code import pickled
 from overlord.transforms.samples.sample_kinds import make_transform
 from overlord.transforms.samples.tokenize import TextTokenizer, tokenizer_texts
 from overlord.version import VERSION
@@ -53,15 +55,10 @@ def try_tokenizer(job: Job, cache: str, limits: Limits = LIMITS) -> None:
         return
     server = ForkServer(__name__, limits)
     try:
-        child = server.fork()
-        try:
-            rows: RowBatch = {"given": np.frombuffer(cloudpickle.dumps((job.tokenizer, chats)), np.uint8)}
-            answer, _ = child.exchange(RunFunction("try"), rows, limits.load_function)
-        except ChildLost as loss:
-            raise SpecError(_failed(job.tokenizer, chats, _how(loss))) from None
-        finally:
-            child.end()
-    except ServiceLost as error:
+        answer = _ask(server, job.tokenizer, chats, limits)
+    except ChildLost as loss:
+        raise SpecError(_failed(job.tokenizer, chats, _how(loss))) from None
+    except (ServiceLost, TooManyLosses) as error:
         raise SpecError(
             f"tokenizer: no process could be started to try {job.tokenizer!r} in ({error}); nothing has run. Free some "
             "memory or processes of this host."
@@ -73,6 +70,23 @@ def try_tokenizer(job: Job, cache: str, limits: Limits = LIMITS) -> None:
     with contextlib.suppress(OSError):  # a cache that cannot be written costs the next launch another trial
         passed.parent.mkdir(parents=True, exist_ok=True)
         passed.touch()
+
+
+def _ask(server: ForkServer, path: str, chats: Sequence[Source], limits: Limits) -> WorkerMessage:
+    """Return the answer of a process that tries them; one that is killed from outside is replaced."""
+    rows: RowBatch = {"given": np.frombuffer(pickled((path, chats)), np.uint8)}
+    losses = Losses()
+    while True:
+        child = server.fork()
+        try:
+            call = CallLimits(elapsed_s=limits.load_function, stopped_s=limits.stopped)
+            return child.exchange(RunFunction("try"), rows, call, "tries the tokenizer", child.connection)[0]
+        except ChildLost as loss:
+            if loss.blame is Blame.ITSELF or loss.code == -signal.SIGXCPU:
+                raise
+            losses.add(loss)
+        finally:
+            child.close()
 
 
 def _digest(path: str, chats: Sequence[Source]) -> str:
@@ -100,9 +114,9 @@ def _failed(path: str, chats: Sequence[Source], how: str) -> str:
 
 
 def _how(loss: ChildLost) -> str:
-    if loss.hung or loss.code == -signal.SIGXCPU:
+    if loss.late or loss.code == -signal.SIGXCPU:
         return f"did not end within {CPU_S} s of CPU time"
-    if loss.code in (-signal.SIGABRT, -signal.SIGKILL):
+    if loss.code == -signal.SIGABRT:
         return f"crashed, or needed more than {MEMORY_BYTES >> 30} GiB of memory, ({loss})"
     return f"crashed ({loss})"
 

@@ -127,7 +127,7 @@ class ServiceChild(ChildProcess):
         started: subprocess.Popen[bytes] | None = None,
     ) -> None:  # fmt: skip
         self._process = started or start_service(order.module, order.environment, keeps_folder)
-        self._folder, self._again = folder, bundle is order.again
+        self._folder, self._again = folder, bundle is not order.first
         self._noted_at = -math.inf
         super().__init__(self._process.pid)
         assert self._process.stdin is not None and self._process.stdout is not None
