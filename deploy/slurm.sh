@@ -41,6 +41,14 @@ patience=${OVERLORD_PATIENCE:-900}              # seconds for Ray, then for the 
 look_every=${OVERLORD_LOOK_EVERY:-5}            # seconds between two looks at what runs
 port=6379
 
+umask 077                                       # what is made here is for this user alone
+# Whoever else can write to the folder could give the trainers the address of another service.
+mkdir -p "$shared"
+if [ ! -O "$shared/." ] || [ -n "$(find -L "$shared" -maxdepth 0 -perm /022)" ]; then
+  echo "$shared belongs to another user, or others can write to it. Set OVERLORD_SHARED to a folder of yours that" \
+    "only you can write to (chmod go-w)." >&2
+  exit 2
+fi
 store=$shared/store
 # A job that is queued again keeps its number: the count of restarts tells this attempt's file from an old one.
 address_file=$shared/address-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
@@ -48,10 +56,14 @@ mkdir -p "$store"
 rm -f "$address_file"
 
 # The address that trainers get is a path, so TMPDIR must be the same on all nodes, and short: the kernel takes no
-# socket with a path of more than 107 bytes. A folder of its own, so that all of it can go at the end.
-export TMPDIR=/tmp/overlord-$SLURM_JOB_ID
+# socket with a path of more than 107 bytes. A folder of its own, so that all of it can go at the end. Its name cannot be
+# guessed, and one of another user is not taken: all users can write to /tmp.
+TMPDIR=/tmp/overlord-$SLURM_JOB_ID-$(od -An -N6 -tx1 /dev/urandom | tr -d ' \n')
+export TMPDIR
 unset RAY_TMPDIR                                # else Ray would put its session somewhere else, and leave it there
-mkdir -p "$TMPDIR"
+take_folder='mkdir -m 700 "$TMPDIR" 2>/dev/null || { [ ! -L "$TMPDIR" ] && [ -O "$TMPDIR" ] && '
+take_folder+='[ "$(stat -c %a "$TMPDIR")" = 700 ]; } || { echo "$TMPDIR is not ours alone" >&2; exit 1; }'
+eval "$take_folder"
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 # Slurm runs this script on the first node. Its address, not its name: many hosts call themselves 127.0.0.1.
@@ -111,7 +123,7 @@ start_ray() {
   node=$1
   shift
   srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" --cpus-per-task="$cpus" \
-    bash -c 'mkdir -p "$TMPDIR" && exec "$@"' ray-step \
+    bash -c "$take_folder"'; exec "$@"' ray-step \
     ray start "$@" --num-cpus="$cpus" --num-gpus=0 --object-store-memory="$object_store" \
     --resources='{"overlord_trainer": 1}' --disable-usage-stats --block &
   ray_steps+=("$!")

@@ -18,7 +18,7 @@ from overlord.core.draw import Buffer
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan, plan_from_bytes
 from overlord.core.spec_errors import is_finite, is_whole
-from overlord.core.states import check_seal
+from overlord.core.states import check_seal, reads_records
 from overlord.errors import SpecError, StateError
 from overlord.job.hook_specs import HOOK_KINDS, Hook
 from overlord.job.layout_specs import DEFAULT_CACHE, Keys, Layout, OnSourceFailure, Placement, Runtime
@@ -531,7 +531,7 @@ def replay(
     except BaseException:
         remove_scratch(copied)
         raise
-    planned = {record["step"]: record["plan"] for record in kept.records if record["kind"] == "plan"}
+    planned = {record["step"]: record.get("plan") for record in kept.records if record["kind"] == "plan"}
     made = service.plan_raw(number)
     if made is None or planned.get(number, made.digest) != made.digest:
         service.close()
@@ -542,6 +542,7 @@ def replay(
     return service
 
 
+@reads_records
 def _resharded(kept: FoundLineage, step: int) -> ClientPlaceTree | None:
     """Return the mesh that a run was given while it ran and had at a step; None where that is the one of its launch."""
     told = with_changes(kept.snapshots[0].state["changes"], changes_of(kept.records))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
@@ -43,7 +44,8 @@ def slurm(stage):
         "SLURM_CPUS_PER_TASK": "96",
     }
     yield stage
-    shutil.rmtree(f"/tmp/overlord-{number}", ignore_errors=True)
+    for folder in Path("/tmp").glob(f"overlord-{number}-*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def run(stage, *arguments: str, **environment: str) -> tuple[int, str]:
@@ -207,8 +209,51 @@ def test_a_signal_stops_readers_first_and_only_the_time_limit_queues_again(slurm
 
 def test_nothing_is_left(slurm):
     assert run(slurm)[0] == 0
-    assert not Path(f"/tmp/overlord-{slurm.environment['SLURM_JOB_ID']}").exists()
+    assert not list(Path("/tmp").glob(f"overlord-{slurm.environment['SLURM_JOB_ID']}*"))
     assert [path.name for path in (slurm.folder / "shared").iterdir()] == ["store"]
+
+
+def test_folders_are_private(slurm):
+    job = start(slurm, TRAINING="waits")
+    slurm.wait_for("address")
+    (folder,) = Path("/tmp").glob(f"overlord-{slurm.environment['SLURM_JOB_ID']}-*")
+    modes = [path.stat().st_mode & 0o777 for path in (folder, slurm.folder / "shared" / "store")]
+    job.send_signal(signal.SIGTERM)
+    job.wait(timeout=20)
+    assert modes == [0o700, 0o700]
+
+
+@pytest.mark.parametrize("wrong", ["writable by all", "of another user"])
+def test_a_shared_folder_that_others_write_to_is_refused(slurm, wrong):
+    shared = slurm.folder / "shared"
+    shared.mkdir()
+    if wrong == "writable by all":
+        shared.chmod(0o777)
+    elif os.getuid():
+        pytest.skip("only root gives a folder away")
+    else:
+        os.chown(shared, 12345, -1)
+    code, said = run(slurm)
+    assert code == 2
+    assert "OVERLORD_SHARED" in said
+    assert slurm.calls("ray") == []
+
+
+def test_a_folder_of_another_user_in_tmp_is_not_taken(slurm, tmp_path):
+    if os.getuid():
+        pytest.skip("only root gives a folder away")
+    taken = slurm.folder / "taken"
+    taken.mkdir(mode=0o700)
+    os.chown(taken, 12345, -1)
+    take = "\n".join(re.findall(r"^take_folder\+?='.*'$", SCRIPT.read_text(), re.MULTILINE)) + '\neval "$take_folder"'
+    link = slurm.folder / "link"
+    link.symlink_to(tmp_path)
+    loose = slurm.folder / "loose"
+    loose.mkdir()
+    loose.chmod(0o755)
+    for folder, code in ((taken, 1), (link, 1), (loose, 1), (slurm.folder / "new", 0)):
+        done = subprocess.run(["bash", "-c", take], env={**os.environ, "TMPDIR": str(folder)}, capture_output=True)
+        assert done.returncode == code, folder
 
 
 def test_without_arguments_it_says_what_it_takes(slurm):

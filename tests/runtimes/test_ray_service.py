@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import overlord as ol
+from overlord.job_files import dump_job_yaml
 from overlord.testing import digest_service, stream_digests
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
@@ -238,6 +240,68 @@ def test_wrong_clusters_are_refused(ids_job, cache, ray_address):
     tree = ol.ClientPlaceTree(dp=8)
     assert "8 trainer hosts, and the cluster has 3" in refused(mesh=tree, ranks_per_host=1)
     assert "idle CPUs for loader host" in refused(threads=1000)
+
+
+def test_a_port_that_never_answers_is_told_in_seconds(ids_job, cache):
+    """Ray itself would try for minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        port = mute.getsockname()[1]
+        with pytest.raises(
+            ol.SpecError, match=rf"no Ray cluster could be reached at '127\.0\.0\.1:{port}' \(timed out"
+        ):
+            ol.launch(ids_job, cache=cache, runtime="ray", address=f"127.0.0.1:{port}")
+
+
+def test_a_ray_that_cannot_authenticate_is_refused(ids_job, cache, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.51.1")
+    with pytest.raises(ol.SpecError, match=r"Ray 2\.51\.1 is installed.*token.*2\.52 or newer"):
+        ol.launch(ids_job, cache=cache, runtime="ray")
+
+
+@pytest.mark.slow
+def test_a_cluster_that_does_not_come_up_is_told_without_a_traceback(ids_job, tmp_path):
+    """Ray raises a bare Exception where its daemon does not come up; here it cannot be executed."""
+    (tmp_path / "job.yaml").write_text(dump_job_yaml(ids_job))
+    stub = "import ray._private.services as s; s.RAYLET_EXECUTABLE = '/bin/false'\n"
+    (tmp_path / "sitecustomize.py").write_text(stub)
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    command = [sys.executable, "-m", "overlord", "run", str(tmp_path / "job.yaml"), "--runtime", "ray", "--steps", "1"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}
+    )
+    assert done.returncode == 2, done.stderr
+    assert "no Ray cluster could be started on this host" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_cluster_of_our_own_listens_here_only_and_asks_for_a_token(ids_job, cache):
+    with ol.launch(ids_job, cache=cache, runtime="ray") as service:
+        next(service.client(0))
+        processes = [psutil.Process(service.pid), *psutil.Process(service.pid).children(recursive=True)]
+        listening = {
+            one.laddr.ip
+            for process in processes
+            for one in process.net_connections("tcp")
+            if one.status == psutil.CONN_LISTEN
+        }
+        address = service.status()["ray"]["address"]
+        question = "import ray, sys; ray.init(sys.argv[1]); print('inside')"
+        environment = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(cache),
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": "0" * 64,
+        }
+        tried = subprocess.Popen([sys.executable, "-c", question, address], env=environment, stdout=subprocess.PIPE,
+                                 stderr=subprocess.STDOUT, text=True)  # fmt: skip
+        try:
+            said, _ = tried.communicate(timeout=60)
+        except subprocess.TimeoutExpired:  # it tries again and again
+            tried.kill()
+            said, _ = tried.communicate()
+    assert {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
+    assert "inside" not in said
 
 
 def test_an_address_where_no_cluster_is(ids_job, cache):

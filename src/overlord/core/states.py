@@ -11,11 +11,12 @@ Rules of this file:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,8 @@ from overlord.errors import StateError
 STATE_VERSION = 3
 
 Int64s = npt.NDArray[np.int64]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _COLUMNS = (
     "epoch", "group", "offset", "deficit", "samples", "tokens", "skipped", "passed", "epoch_rows", "finished", "start",
@@ -39,6 +42,27 @@ _LEAST_COLUMNS = list(_COLUMNS[:-1])
 _MOST = (1 << 63) - 1
 _RANGES = {"epoch": (0, (1 << 31) - 1), "group": (BEGIN, _MOST), "deficit": (-_MOST, _MOST), "finished": (0, 1)}
 """Least and most of a column; the others count from 0 on."""
+
+
+def reads_records(read: Callable[P, R]) -> Callable[P, R]:
+    """Let a function that reads the records of a journal raise a StateError where one is not what a service writes.
+
+    Checksums find accidents. A record that was made to fit its checksum may still lack a field, or hold another kind of
+    value in it.
+    """
+
+    @functools.wraps(read)
+    def reading(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return read(*args, **kwargs)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise StateError(
+                f"a record of the store's journal is none that a service writes ({type(error).__name__}: {error}); the "
+                "stream cannot be continued from it. Use a store that nothing else has written to, or launch from a "
+                "state that you saved."
+            ) from error
+
+    return reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +121,7 @@ class StreamState:
         now, old = (np.stack([getattr(one, name) for name in _COLUMNS], axis=1) for one in (self, before))
         return {names[at]: now[at].tolist() for at in np.flatnonzero((now != old).any(axis=1)).tolist()}
 
+    @reads_records
     def with_rows(
         self, rows: Mapping[str, Sequence[int]], names: Sequence[str], mixer: Mapping[str, Any] | None
     ) -> StreamState:

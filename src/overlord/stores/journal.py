@@ -319,33 +319,33 @@ class _Segment(_Any, frozen=True):
 
 
 class _Report(_Any, frozen=True):
-    metrics: dict[str, float | None]
+    metrics: dict[str, float | None] = {}
 
 
 class _Plan(_Any, frozen=True):
-    order: str
-    plan: str
+    order: str = ""
+    plan: str = ""
     rows: dict[str, list[_Cell]] | None = None
     cursors: dict[str, list[_Cell]] | None = None
     mixer: dict[str, Any] | None = None
 
 
 class _Verdict(_Any, frozen=True):
-    source: str
-    row: _Cell
-    reason: str
+    source: str = ""
+    row: _Cell = 0
+    reason: str = ""
     epoch: _Cell = 0
 
 
 class _Change(_Any, frozen=True):
-    at: _Step
+    at: _Step = 0
 
 
 class _Rewind(_Any, frozen=True):
-    mesh: dict[str, Any]
+    mesh: dict[str, Any] = {}
 
 
 _FORMS: dict[str, type[_Any]] = {
     "segment": _Segment, "report": _Report, "plan": _Plan, "verdict": _Verdict, "change": _Change, "rewind": _Rewind,
 }  # fmt: skip
-"""What the records of each kind hold at least; what a change says is checked where it is read."""
+"""What the fields of each kind of record must be, where they are there; changes are checked where they are read."""

@@ -22,7 +22,7 @@ from typing import Any
 from overlord.core.metric_history import MetricHistory
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import did_you_mean, list_some
-from overlord.core.states import StreamState, check_form, restricted_parts
+from overlord.core.states import StreamState, check_form, reads_records, restricted_parts
 from overlord.errors import Fenced, SpecError, StateError
 from overlord.job.reconcile import number_names
 from overlord.job.specs import Job, Source, with_options
@@ -138,6 +138,7 @@ def _find_resume_point(options: ServiceOptions, place: Place, found: FoundLineag
     return before(place, found, options.before_step, replays=options.replays)
 
 
+@reads_records
 def _latest(found: FoundLineage) -> ResumePoint:
     """Go on from the newest snapshot, with what came in later and still counts."""
     step, lag = found.newest.step, found.newest.state["fingerprint"].get("lag", 0)
@@ -150,6 +151,7 @@ def _latest(found: FoundLineage) -> ResumePoint:
     return ResumePoint(found.newest.state, [record for record in found.records if counts(record)], found)
 
 
+@reads_records
 def before(
     place: Place, newest: FoundLineage, step: int, mesh: ClientPlaceTree | None = None, *, replays: bool = False
 ) -> ResumePoint:
@@ -178,6 +180,7 @@ def before(
     return ResumePoint(state, records, found, replay_to=step, mesh=mesh, replays=replays)
 
 
+@reads_records
 def read_history(job: Job, store: Store, point: ResumePoint, given: Mapping[str, Any] | None) -> History:
     """Read the inputs of a stream, now that its sources are known; a recovery goes on in its lineage."""
     records, found = point.records, point.found
@@ -252,6 +255,7 @@ def _with_reports(known: Mapping[str, Any], records: Sequence[Record]) -> dict[i
     return reports
 
 
+@reads_records
 def earlier_states(
     job: Job, parts: Mapping[str, Any], history: History, gone: Collection[str] = ()
 ) -> list[StreamState]:

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import importlib.util
 import logging
 import math
 import os
+import secrets
 import select
 import shutil
 import signal
@@ -89,6 +91,11 @@ RAY_ENVIRONMENT = {
 }  # fmt: skip
 """Ray takes lines that differ in numbers for repetitions, but two bad samples are two; it gives actors less of a busy
 CPU than other processes; it warns of its plans; and any call after its end starts another cluster."""
+OWN_CLUSTER = {"RAY_AUTH_MODE": "token", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Of a cluster that is started for one service on one host: requests need a token, and with this switch (the default on
+macOS and Windows) Ray listens on the loopback address; otherwise it listens on all addresses of the host."""
+LEAST_RAY = (2, 52)
+"""The first version whose ports can ask for a token; before, whatever reached one could run code as the user."""
 
 
 ServiceEvent = ServiceStarts | ServiceProgress | ServiceReady | ServiceOptionsKept | Failure
@@ -643,16 +650,27 @@ def ray_service(job: Job, options: ServiceOptions, progress: Progress | None) ->
     """Start a service on a Ray cluster.
 
     Raises:
-        SpecError: when Ray is not installed.
+        SpecError: when Ray is not installed, or too old.
     """
     if importlib.util.find_spec("ray") is None:
         raise SpecError(
             "launch: runtime is 'ray', and Ray is not installed; nothing could run. Install it with "
             "`pip install 'overlord-data[ray]'`, or use runtime='local' on one host."
         )
+    found = importlib.metadata.version("ray")
+    if tuple(int(part) for part in found.split(".")[:2] if part.isdecimal()) < LEAST_RAY:
+        least = ".".join(map(str, LEAST_RAY))
+        raise SpecError(
+            f"launch: runtime is 'ray', and Ray {found} is installed, whose ports cannot ask for a token: any user who "
+            f"reaches one could run code as you. Install Ray {least} or newer, or use runtime='local' on one host."
+        )
+    environment = dict(RAY_ENVIRONMENT)
+    if options.cluster is not None and options.cluster.address is None:
+        # In the environment, which only this user can read; Ray itself would write a token that all users can read.
+        environment |= OWN_CLUSTER | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
     return ServiceProcess(
         "overlord.runtimes.transport.ray_cluster", job, options, progress,
-        close_s=Limits(options.heartbeat_s).ray_close, environment=RAY_ENVIRONMENT,
+        close_s=Limits(options.heartbeat_s).ray_close, environment=environment,
     )  # fmt: skip
 
 

@@ -59,6 +59,8 @@ STORE_BYTES = 256 << 20
 ASIDE = ("beat", "verdict", "alive", "close")
 """Methods that have threads of their own: other calls may hold a lock and wait for their answers."""
 ASIDE_THREADS = 8
+HTTP2_OPENING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
+"""What a client of gRPC says first (RFC 9113, 3.4, with empty settings); a server answers with settings of its own."""
 ACCELERATORS = ("GPU", "TPU", "NPU", "HPU", "neuron_cores")
 
 logger = logging.getLogger("overlord")
@@ -286,7 +288,10 @@ def _check_reachable(address: str) -> None:
     if "://" in address:
         raise ValueError("it is one of Ray Client, and roles must be placed from a host of the cluster")
     if host and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=LIMITS.ray_reach).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=LIMITS.ray_reach) as connection:
+            connection.sendall(HTTP2_OPENING)
+            if not connection.recv(1):
+                raise OSError("what listens there is no Ray cluster")
 
 
 @contextlib.contextmanager
@@ -307,12 +312,16 @@ def _attached(sources: int, options: ServiceOptions, folder: Path) -> Iterator[N
                 "local", num_cpus=cpus, num_gpus=0, include_dashboard=False, _temp_dir=str(folder / "ray"),
                 object_store_memory=STORE_BYTES + math.ceil(1.5 * options.budget_bytes), **common,
             )  # fmt: skip
-    except (OSError, ValueError, RuntimeError) as error:
-        at = f"at {cluster.address!r}" if cluster.address else "on this host"
-        raise SpecError(
-            f"address: no Ray cluster could be reached or started {at} ({str(error).strip()[:300]}); nothing could "
-            "run. Start one with `ray start --head`, use address='auto' on one of its hosts, or leave address out."
-        ) from error
+    except Exception as error:  # Ray raises a bare Exception where a node does not come up in time
+        at = f"reached at {cluster.address!r}" if cluster.address else "started on this host"
+        why = " ".join(str(error).split())[:300] or type(error).__name__
+        remedy = (
+            "Start one with `ray start --head`, use address='auto' on one of its hosts, or leave address out; where "
+            "the cluster asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as there"
+            if cluster.address
+            else "Launch again when the host is less busy, or use runtime='local', which needs no Ray"
+        )
+        raise SpecError(f"address: no Ray cluster could be {at} ({why}); nothing could run. {remedy}.") from error
     try:
         yield
     finally:
