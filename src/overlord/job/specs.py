@@ -136,6 +136,17 @@ class Join(Spec):
         return self
 
 
+MAX_ROW_BYTES = 256 * 2**20
+"""What a row may have by default: more than any sample of a training has, and less than would fill a host."""
+
+
+def _as_row_bytes(value: object) -> int:
+    found = as_bytes(value)
+    if found < 1:
+        raise Fault("every row would be too large, and all samples bad. Write the bytes of the largest row, as 256MiB")
+    return found
+
+
 class Source(Spec):
     """One place samples come from: files of one kind with one kind of row.
 
@@ -161,6 +172,10 @@ class Source(Spec):
         int | str,
     ] = spec_field(default=4 * 2**20)
     """Memory of the shuffle, as bytes or "16MB"; 0 keeps the order of the files."""
+    max_row_bytes: Takes[
+        Annotated[int, BeforeValidator(_as_row_bytes, json_schema_input_type=int | str)], int | str
+    ] = spec_field(default=MAX_ROW_BYTES, exclude_if=lambda size: size == MAX_ROW_BYTES)  # older states still fit
+    """Largest row that is read, as bytes or "256MiB": a longer line, or a tar sample with more, is a bad sample."""
     order_by: Word | None = Field(default=None, exclude_if=lambda column: column is None)  # older states still fit
     """Column of numbers by which rows are ordered in every epoch, smallest first; "-column" for largest first."""
     join: Takes[Join | None, Join | Mapping[str, Any] | None] = spec_field(
@@ -533,7 +548,7 @@ def stream_parts(job: Job, *, tokenizer_digest: str, listings: Mapping[str, str]
 
 def _source_digest(source: Source, listing: str) -> str:
     """Return "how it is read:which files": two digests, so that a refusal can tell which of them changed."""
-    fields = {"sample", "lengths", "shuffle_bytes", "format", "order_by", "join"}
+    fields = {"sample", "lengths", "shuffle_bytes", "max_row_bytes", "format", "order_by", "join"}
     how = source.model_dump(
         mode="json", include=fields, exclude={"sample": {"folder"}, "join": {"path", "storage_options"}}
     )

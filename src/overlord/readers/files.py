@@ -63,6 +63,8 @@ class StoredFile:
     filesystem: fs.FileSystem = field(repr=False, compare=False)
     location: str = field(repr=False)
     """The path on `filesystem`."""
+    max_row_bytes: int = 1 << 62
+    """The largest line, or members of one sample, that are read."""
     beside: StoredFile | None = None
     """The file that is read with this one: the `.idx` of a Megatron `.bin`, the `index.json` of a chunk of litdata."""
 

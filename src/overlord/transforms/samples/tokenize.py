@@ -165,7 +165,7 @@ class TextTokenizer:
         """Return the token ids (int32) of each text.
 
         Raises:
-            TokenizerPanic: The library panics on one of them; `without_panics` finds them.
+            TokenizerPanic: The library panics on one of them; `encode_each` finds it.
         """
         with words_of_panics():
             made = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
@@ -182,16 +182,15 @@ class TextTokenizer:
             parts[row] = np.where(np.isin(ids, self._reserved), 0, ids).astype(np.int32)
         return Ragged.from_rows(parts, np.int32)
 
-    def without_panics(self, texts: Sequence[str], *, special_tokens: bool) -> tuple[list[str], list[tuple[int, str]]]:
-        """Return the texts with those emptied on which the library panics, and (text, reason) of each."""
-        calm, found = list(texts), list[tuple[int, str]]()
+    def encode_each(self, texts: Sequence[str], *, special_tokens: bool) -> tuple[Ragged, list[tuple[int, str]]]:
+        """Encode texts one by one; one on which the library panics has no tokens, and is returned with the reason."""
+        parts, panics = [np.empty(0, np.int32)] * len(texts), list[tuple[int, str]]()
         for row, text in enumerate(texts):
             try:
-                self.encode([text], special_tokens=special_tokens)
+                parts[row] = self.encode([text], special_tokens=special_tokens)[0]
             except TokenizerPanic as panic:
-                calm[row] = ""
-                found.append((row, str(panic)))
-        return calm, found
+                panics.append((row, str(panic)))
+        return Ragged.from_rows(parts, np.int32), panics
 
     def holds_reserved(self, tokens: Ragged) -> npt.NDArray[np.bool_]:
         """Return which rows hold an id that is kept for placeholders."""
