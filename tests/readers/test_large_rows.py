@@ -102,13 +102,12 @@ print(marks.count(-3), len(marks), grown >> 10)
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst"])
 def test_a_line_of_hundreds_of_megabytes_takes_no_memory(name: str, tmp_path: Path):
     lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
-    with (
-        pa.CompressedOutputStream(str(tmp_path / name), "zstd") if "zst" in name else (tmp_path / name).open("wb") as f
-    ):
-        f.write(b'{"text": "')
+    path = tmp_path / name
+    with pa.CompressedOutputStream(str(path), "zstd") if "zst" in name else path.open("wb") as file:
+        file.write(b'{"text": "')
         for _ in range(400):
-            f.write(b"a" * (1 << 20))
-        f.write(b'"}\n' + lines)
+            file.write(b"a" * (1 << 20))
+        file.write(b'"}\n' + lines)
     command = [sys.executable, "-c", LIMITED, str(path), str(tmp_path / "cache")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     large, rows, grown = map(int, done.stdout.split())

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from overlord.core.spec_errors import Fault, conflict, did_you_mean, list_some
+from overlord.core.spec_errors import Fault, conflict, did_you_mean, list_some, unexpanded
 from overlord.errors import SpecError
 from overlord.job.mixture_specs import Learn, Mixture
 from overlord.job.sample_specs import (
@@ -511,6 +511,7 @@ def tokenizer_file(path: str) -> Path:
             f"tokenizer: {path!r} is neither a tokenizer.json nor a folder with one; no text could be turned into "
             "tokens. Give the path of a tokenizer.json or of a Hugging Face tokenizer folder; a name on the Hub is not "
             "downloaded: AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) of transformers writes the folder."
+            f"{unexpanded(path)}"
         )
     return file
 

@@ -42,6 +42,8 @@ _INDEX_CHUNK_BYTES = 1 << 20
 _MOST_CHUNK_BYTES = 16 << 20
 _HEAD_BYTES = 4 << 20
 """The head of a file, at most; a longer first line is still read completely."""
+_HEAD_PASSED_BYTES = 1 << 30
+"""Bytes of a line that is too long which are passed over to look at the lines after it, where only a head is read."""
 _PASSED_OVER = b"-"
 """Stands for a line that is not held in memory; it is not blank, so that it counts as a row."""
 _BLANKS = bytes(range(33))
@@ -195,7 +197,7 @@ class ParseLines:
 
 def why_no_row(file: StoredFile) -> str | None:
     """Return why the first lines of a file are not rows; None if all lines are blank."""
-    first = next(_lines(file, 0, None), b"")
+    first = next(_lines(file, 0, None, _HEAD_PASSED_BYTES), b"")
     if first is None:
         return f"its first line has more than max_row_bytes={file.max_row_bytes} of the source"
     if not first:
@@ -216,20 +218,20 @@ def why_no_row(file: StoredFile) -> str | None:
 def _head(file: StoredFile) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     read = 0
-    for line in _lines(file, 0, None):
+    for line in _lines(file, 0, None, _HEAD_PASSED_BYTES):
         row = None if line is None else parse_object(line)
         if row is not None:
             rows.append(row)
-        read += file.max_row_bytes if line is None else len(line)
+        read += 0 if line is None else len(line)
         if len(rows) == HEAD_ROWS or read >= _HEAD_BYTES:
             break
     return rows
 
 
-def _lines(file: StoredFile, start: int, stop: int | None) -> Iterator[bytes | None]:
+def _lines(file: StoredFile, start: int, stop: int | None, most_passed: int | None = None) -> Iterator[bytes | None]:
     """Yield the lines of a range that are not blank, without their ends; None for one with more than `max_row_bytes`.
 
-    Such a line is passed over without being held in memory.
+    Such a line is passed over without being held in memory; one with more than `most_passed` bytes is the last one.
     """
     compression = compression_of_name(file.path)
     chunk_bytes = _LOCAL_CHUNK_BYTES if file.is_local or compression else _REMOTE_CHUNK_BYTES
@@ -244,6 +246,9 @@ def _lines(file: StoredFile, start: int, stop: int | None) -> Iterator[bytes | N
             parts.append(head)
             if held > file.max_row_bytes:
                 parts.clear()
+                if most_passed is not None and held > most_passed:
+                    yield None
+                    return
             if not newline:
                 continue
             lines: list[bytes | None] = [b"".join(parts) if held <= file.max_row_bytes else None]
