@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import resource
 import sys
 import threading
 
@@ -12,8 +13,20 @@ LOADING_S = 1.5
 """After so many seconds of imports a person at a terminal is told."""
 
 
+LEAST_ADDRESS_SPACE = 1 << 30
+"""Bytes that this process must be allowed to map; numpy, pyarrow and numba alone take most of it."""
+
+
 def main() -> None:
     """Run the command line."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE:
+        sys.stderr.write(
+            f"error: this process may have {limit >> 20} MiB of address space (ulimit -v), and the libraries that "
+            f"overlord loads need at least {LEAST_ADDRESS_SPACE >> 20} MiB; they could not be loaded. Raise the limit, "
+            "for instance with `ulimit -v unlimited`; to bound memory itself, use a cgroup.\n"
+        )
+        sys.exit(2)
     try:
         from overlord.cli import answer_early, is_answered_early
         from overlord.runtimes.supervision.early_start import end_early, start_early

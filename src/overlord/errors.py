@@ -24,6 +24,7 @@ A message says what is wrong (with the value found), what it would cause, and wh
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 
@@ -129,3 +130,22 @@ def error_named(name: str, message: str, source: str | None = None) -> OverlordE
     error: OverlordError = kind(message)
     error.source = source
     return error
+
+
+def shortened(text: object, most: int = 160) -> str:
+    """Return a quote of a foreign message on one line: its first sentences, or words, within so many characters.
+
+    Example:
+        >>> shortened("Could not connect to server. Detail: [errno 111] refused", 40)
+        'Could not connect to server'
+        >>> shortened("one two three four", 12)
+        'one two ...'
+    """
+    words = " ".join(str(text).split())
+    if len(words) > most:
+        ends = [found.start() for found in re.finditer(r"[.;!?] ", words[: most + 1])]
+        if ends:
+            return words[: ends[-1]]
+        words = words[: most - 3].rpartition(" ")[0] or words[: most - 4]
+        return f"{words.rstrip(',;:')} ..."
+    return words.rstrip(".")

@@ -125,10 +125,7 @@ def load_job_file(path: str | os.PathLike[str]) -> JobFile:
     elif file.suffix in SUFFIXES:
         found = _load_yaml(file)
     else:
-        raise SpecError(
-            f"{file}: a job file ends in .yaml, .yml, .json or .py, not {file.suffix!r}; its language "
-            "cannot be told. Rename it."
-        )
+        raise _no_job_file(file)
     if found.launch.prefetch >= found.job.lag:
         raise SpecError(
             f"{file}: launch.prefetch is {found.launch.prefetch}, but the job's lag is {found.job.lag}; a "
@@ -136,6 +133,25 @@ def load_job_file(path: str | os.PathLike[str]) -> JobFile:
             "prefetch."
         )
     return dataclasses.replace(found, path=file)
+
+
+def _no_job_file(file: Path) -> SpecError:
+    """Return the error for a file that is no job by its name; a file or folder of data needs a job that names it."""
+    from overlord.readers.files import format_of_name  # with pyarrow, which a launcher need not load
+
+    written = (
+        "Write a job.yaml of three lines beside it, and correct what a row is and the paths: "
+        f"`sources: [{{name: {re.sub(r'[^A-Za-z0-9_-]+', '-', file.stem).strip('-') or 'data'}, path: {file}, sample: "
+        "{text: text}}]`, `tokenizer: tokenizer.json`, `batch: {context_length: 2048, global_samples: 64}`; then run "
+        "that."
+    )
+    if format_of_name(file.name) is not None or file.is_dir() or file.suffix in (".csv", ".tsv"):
+        what = "a folder" if file.is_dir() else "a file of data by its name"
+        return SpecError(f"{file}: this is {what}, and a job file (.yaml, .yml, .json or .py) is expected. {written}")
+    return SpecError(
+        f"{file}: a job file ends in .yaml, .yml, .json or .py, not {file.suffix!r}; its language cannot be told. "
+        f"Rename it if it is one.{'' if file.exists() else ' There is no such file.'}"
+    )
 
 
 def read_kept_job(text: bytes) -> JobFile:

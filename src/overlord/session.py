@@ -17,7 +17,7 @@ from overlord.core.client_messages import SourceChange
 from overlord.core.draw import Buffer
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan, plan_from_bytes
-from overlord.core.spec_errors import is_finite, is_whole
+from overlord.core.spec_errors import is_finite, is_whole, named_arguments
 from overlord.core.states import check_seal, reads_records
 from overlord.errors import SpecError, StateError
 from overlord.job.hook_specs import HOOK_KINDS, Hook
@@ -307,6 +307,7 @@ class Service(RunningService):
         self.close()
 
 
+@named_arguments
 def launch(  # noqa: PLR0913 - the front door: everything has a default and a name
     job: Job | JobFile | str | os.PathLike[str],
     *,

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 from pyarrow import fs
 
-from overlord.errors import SourceError, SpecError
+from overlord.errors import SourceError, SpecError, shortened
 
 StorageOptions = Mapping[str, str | int | float | bool]
 """Credentials and other options, under the names of pyarrow's filesystems."""
@@ -175,6 +175,6 @@ def _connect(url: str, make: Callable[[], fs.FileSystem]) -> fs.FileSystem:
         return make()
     except (OSError, ValueError, pa.ArrowException) as error:
         raise SourceError(
-            f"cannot reach the store of {url}: {' '.join(str(error).split())[:160]}; none of its files can "
+            f"cannot reach the store of {url}: {shortened(error)}; none of its files can "
             "be listed. Check the storage options and the credentials."
         ) from error

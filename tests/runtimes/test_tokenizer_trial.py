@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import overlord as ol
-from overlord.errors import SourceError, SpecError
+from overlord.errors import OverlordError, SourceError, SpecError
 from overlord.runtimes.launching.tokenizer_trial import try_tokenizer
+from overlord.runtimes.supervision.process_workers import ProcessWorkers
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 Change = Callable[[dict[str, Any]], object]
@@ -120,3 +124,16 @@ def test_texts_on_which_the_tokenizer_panics_are_bad_samples(tmp_path: Path):
     source = ol.Source("text", tmp_path / "text.jsonl", sample=ol.Text("text", special_tokens=True))
     with pytest.raises(SourceError, match=r"rows that were read are bad \(.*: the tokenizer panics: no entry found"):
         ol.launch(job.replace(sources=[source]), runtime="inline", cache=tmp_path / "cache")
+
+
+def test_a_function_that_takes_all_memory_ends_in_words_and_not_the_host():
+    def greedy(rows: dict[str, Any]) -> dict[str, Any]:
+        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+        assert limit < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        bytearray(limit + (1 << 30))
+        return rows
+
+    with ProcessWorkers(1) as pool:
+        isolated = pool.isolate(greedy, "greedy")
+        with pytest.raises(OverlordError, match="greedy: the function failed as a whole.*out of memory: a worker may"):
+            isolated({"n": np.arange(1)})

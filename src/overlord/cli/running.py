@@ -233,6 +233,7 @@ def _list_source(source: Source, cache: str) -> None:
                 config=source.config,
                 split=source.split,
                 storage_options=source.storage_options,
+                max_row_bytes=source.max_row_bytes,
                 isolate=isolated(),
             )
         except SpecError as error:

@@ -280,10 +280,19 @@ def expand_ranges(starts: npt.NDArray[np.integer], lengths: npt.NDArray[np.integ
 
 BAD_COLUMN = "__bad__"
 """An int16 column that every reader adds: 0 for a good row, else why it is bad: `NOT_PARSED`, `NOT_WHOLE`,
-`NO_PARTNER`, `no_value(k)` or `other_kind(k)`, where k counts the requested columns."""
+`NO_PARTNER`, `TOO_LARGE`, `NOT_UTF8`, `no_value(k)` or `other_kind(k)`, where k counts the requested columns."""
 NOT_PARSED = 1
 NOT_WHOLE = -1
 NO_PARTNER = -2
+TOO_LARGE = -3
+NOT_UTF8 = -4
+_REASONS = {
+    NOT_PARSED: "the line is not a JSON object in UTF-8",
+    NOT_WHOLE: "it is damaged: its columns do not add up to its size, or its checksum is another",
+    NO_PARTNER: "no row of the joined dataset has the key of this row",
+    TOO_LARGE: "it has more bytes than max_row_bytes of its source, and is not read",
+    NOT_UTF8: "the line is not UTF-8; convert the file, for instance with `iconv -f latin1 -t utf-8`",
+}
 
 
 def no_value(column: int) -> int:
@@ -309,12 +318,8 @@ def unread_rows(rows: RowBatch) -> list[tuple[int, str]]:
     found: list[tuple[int, str]] = []
     for row in np.flatnonzero(marks).tolist():
         column, other = divmod(int(marks[row]) - no_value(0), 2)
-        if int(marks[row]) == NOT_WHOLE:
-            found.append((row, "it is damaged: its columns do not add up to its size, or its checksum is another"))
-        elif int(marks[row]) == NO_PARTNER:
-            found.append((row, "no row of the joined dataset has the key of this row"))
-        elif int(marks[row]) == NOT_PARSED or column >= len(columns):
-            found.append((row, "the line is not a JSON object in UTF-8"))
+        if int(marks[row]) in _REASONS or column >= len(columns):
+            found.append((row, _REASONS.get(int(marks[row]), _REASONS[NOT_PARSED])))
         elif other:
             found.append((row, f"column {columns[column]!r} holds a value of another type than in the rows before"))
         else:

@@ -6,11 +6,15 @@ pydantic is not imported: `explain` takes the list of problems that pydantic's e
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, TypeGuard, cast
+from typing import Any, ParamSpec, TypeGuard, TypeVar, cast
+
+from overlord.errors import SpecError
 
 Loc = tuple[Any, ...]
 """The path of a value: keys and list positions from the outermost mapping inwards."""
@@ -78,6 +82,47 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     """
     near = nearest(word, known)
     return "" if near is None else f" Did you mean {near!r}?"
+
+
+_VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
+
+
+def unexpanded(path: str) -> str:
+    """Return what to say of an environment variable that stands in a path that leads nowhere, or "".
+
+    Example:
+        >>> unexpanded("$DATA/web")
+        " '$DATA' stands in it as it is: variables of the environment are not replaced. Write the path itself."
+    """
+    found = _VARIABLE.search(path)
+    if found is None:
+        return ""
+    return f" {found[0]!r} stands in it as it is: variables of the environment are not replaced. Write the path itself."
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def named_arguments(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a function refuse an argument that it does not have with the name that was probably meant.
+
+    Raises:
+        SpecError: from the function, before it does anything.
+    """
+    known = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        wrong = next((name for name in kwargs if name not in known), None)
+        if wrong is not None:
+            raise SpecError(
+                f"{function.__name__}: unknown argument {wrong!r}; it would have no effect."
+                f"{did_you_mean(wrong, known)} Known arguments: {', '.join(known)}."
+            )
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def in_yaml(text: str) -> str:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from overlord.core.spec_errors import Fault, conflict, did_you_mean, list_some
+from overlord.core.spec_errors import Fault, conflict, did_you_mean, list_some, unexpanded
 from overlord.errors import SpecError
 from overlord.job.mixture_specs import Learn, Mixture
 from overlord.job.sample_specs import (
@@ -190,6 +190,17 @@ def _is_public(name: str, value: object) -> bool:
     return name in PUBLIC_OPTIONS and "@" not in str(value)  # http://user:password@host
 
 
+MAX_ROW_BYTES = 256 * 2**20
+"""What a row may have by default: more than any sample of a training has, and less than would fill a host."""
+
+
+def _as_row_bytes(value: object) -> int:
+    found = as_bytes(value)
+    if found < 1:
+        raise Fault("every row would be too large, and all samples bad. Write the bytes of the largest row, as 256MiB")
+    return found
+
+
 class Source(Spec):
     """One place samples come from: files of one kind with one kind of row.
 
@@ -215,6 +226,10 @@ class Source(Spec):
         int | str,
     ] = spec_field(default=4 * 2**20)
     """Memory of the shuffle, as bytes or "16MB"; 0 keeps the order of the files."""
+    max_row_bytes: Takes[
+        Annotated[int, BeforeValidator(_as_row_bytes, json_schema_input_type=int | str)], int | str
+    ] = spec_field(default=MAX_ROW_BYTES, exclude_if=lambda size: size == MAX_ROW_BYTES)  # older states still fit
+    """Largest row that is read, as bytes or "256MiB": a longer line, or a tar sample with more, is a bad sample."""
     order_by: Word | None = Field(default=None, exclude_if=lambda column: column is None)  # older states still fit
     """Column of numbers by which rows are ordered in every epoch, smallest first; "-column" for largest first."""
     join: Takes[Join | None, Join | Mapping[str, Any] | None] = spec_field(
@@ -550,6 +565,7 @@ def tokenizer_file(path: str) -> Path:
             f"tokenizer: {path!r} is neither a tokenizer.json nor a folder with one; no text could be turned into "
             "tokens. Give the path of a tokenizer.json or of a Hugging Face tokenizer folder; a name on the Hub is not "
             "downloaded: AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) of transformers writes the folder."
+            f"{unexpanded(path)}"
         )
     return file
 
@@ -587,7 +603,7 @@ def stream_parts(job: Job, *, tokenizer_digest: str, listings: Mapping[str, str]
 
 def _source_digest(source: Source, listing: str) -> str:
     """Return "how it is read:which files": two digests, so that a refusal can tell which of them changed."""
-    fields = {"sample", "lengths", "shuffle_bytes", "format", "order_by", "join"}
+    fields = {"sample", "lengths", "shuffle_bytes", "max_row_bytes", "format", "order_by", "join"}
     how = source.model_dump(
         mode="json", include=fields, exclude={"sample": {"folder"}, "join": {"path", "storage_options"}}
     )

@@ -18,8 +18,8 @@ from typing import Literal, Protocol
 import pyarrow as pa
 from pyarrow import fs
 
-from overlord.core.spec_errors import did_you_mean, nearest
-from overlord.errors import ReaderError, SourceError, SpecError
+from overlord.core.spec_errors import did_you_mean, nearest, unexpanded
+from overlord.errors import ReaderError, SourceError, SpecError, shortened
 from overlord.storage import StorageOptions, check_options, filesystem_of
 
 try:
@@ -67,6 +67,8 @@ class StoredFile:
     filesystem: fs.FileSystem = field(repr=False, compare=False)
     location: str = field(repr=False)
     """The path on `filesystem`."""
+    max_row_bytes: int = 1 << 62
+    """The largest line, or members of one sample, that are read."""
     beside: StoredFile | None = None
     """The file that is read with this one: the `.idx` of a Megatron `.bin`, the `index.json` of a chunk of litdata."""
 
@@ -230,8 +232,9 @@ def list_files(
     files = [unique[key] for key in unique if unique[key].size > 0]
     if not files:
         raise SourceError(
-            f"all {len(unique)} files of {', '.join(map(repr, paths))} are empty; the source would have no "
-            "samples. Write them again, or leave the source out."
+            f"{'the only file' if len(unique) == 1 else f'all {len(unique)} files'} of {', '.join(map(repr, paths))} "
+            f"{'is' if len(unique) == 1 else 'are'} empty; the source would have no samples. Write "
+            f"{'it' if len(unique) == 1 else 'them'} again, or leave the source out."
         )
     return sorted(files, key=lambda file: file.path)
 
@@ -241,7 +244,7 @@ def _no_file(path: str, beside: Sequence[str], format: str | None) -> SourceErro
     if not beside:
         return SourceError(
             f"{path!r} matches no file; the source would have no samples. "
-            f"Check the spelling and that this host can see it.{_near_miss(path)}"
+            f"Check the spelling and that this host can see it.{unexpanded(path) or _near_miss(path)}"
         )
     names = [name.rsplit("/", 1)[-1] for name in beside]
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
@@ -309,7 +312,7 @@ def _list_one(
     except SourceError as error:
         raise SourceError(f"{path!r}: {error}") from error
     except (OSError, pa.ArrowException) as error:
-        reason = " ".join(str(error).split())[:160]
+        reason = shortened(error)
         raise SourceError(
             f"cannot list {path!r}: {reason}; its files cannot be known. Check the path and the permission to read it."
         ) from error
@@ -355,7 +358,7 @@ def _hub_filesystem(url: str, options: StorageOptions) -> tuple[fs.FileSystem, s
         location = f"{at.repo_type}s/{at.repo_id}@{found.sha}/{at.path_in_repo}"
     except Exception as error:  # of the network, of the Hub (no such repository, no permission), of a path
         raise SourceError(
-            f"cannot find {url!r} on the Hugging Face Hub: {' '.join(str(error).split())[:160]}; none of its files "
+            f"cannot find {url!r} on the Hugging Face Hub: {shortened(error)}; none of its files "
             "can be listed. Write hf://datasets/ORG/NAME or hf://datasets/ORG/NAME@REVISION/PATH; a private one needs "
             "a token."
         ) from error

@@ -22,6 +22,8 @@ import numpy as np
 from overlord.core.ragged import (
     BAD_COLUMN,
     NOT_PARSED,
+    NOT_UTF8,
+    TOO_LARGE,
     Kind,
     Ragged,
     RowBatch,
@@ -37,8 +39,13 @@ _INT64 = range(-(1 << 63), 1 << 63)
 _LOCAL_CHUNK_BYTES = 64 << 10
 _REMOTE_CHUNK_BYTES = 256 << 10
 _INDEX_CHUNK_BYTES = 1 << 20
+_MOST_CHUNK_BYTES = 16 << 20
 _HEAD_BYTES = 4 << 20
 """The head of a file, at most; a longer first line is still read completely."""
+_HEAD_PASSED_BYTES = 1 << 30
+"""Bytes of a line that is too long which are passed over to look at the lines after it, where only a head is read."""
+_PASSED_OVER = b"-"
+"""Stands for a line that is not held in memory; it is not blank, so that it counts as a row."""
 _BLANKS = bytes(range(33))
 _NEWLINE = 10
 _LINES = "=lines"
@@ -79,8 +86,7 @@ class JsonlReader(CompressibleReader):
     ) -> Iterator[RowBatch]:
         """Yield the rows of one block; skipped lines are not parsed."""
         lines = itertools.islice(_lines(file, int(index.start[block]), int(index.stop[block])), skip, None)
-        rows = (None if row is None else [reach(row, column) for column in columns] for row in map(parse_object, lines))
-        return batches_of(rows, columns, batch_rows)
+        return batches_of((_cells(line, columns) for line in lines), columns, batch_rows)
 
     def columns(self, file: StoredFile) -> list[str]:
         """Return the keys of the objects in the head of the file, in the order they appear."""
@@ -113,26 +119,35 @@ class LineReader(JsonlReader):
     ) -> Iterator[RowBatch]:
         """Yield the lines of one block."""
         parts: list[bytes] = []  # of a line whose end has not come, and then what comes up to the last end of a chunk
+        held, large = 0, False  # bytes of that line so far, and whether they are too many
         row_bytes = int(index.bytes[block]) // max(int(index.rows[block]), 1)
-        chunks = _chunks(file, int(index.start[block]), int(index.stop[block]), batch_rows * row_bytes)
-        for chunk in itertools.chain(chunks, [b"\n"]):
+        nbytes = min(batch_rows * row_bytes, _MOST_CHUNK_BYTES)
+        for chunk in itertools.chain(_chunks(file, int(index.start[block]), int(index.stop[block]), nbytes), [b"\n"]):
             cut = chunk.rfind(b"\n") + 1
             parts.append(chunk[:cut] if cut else chunk)
             if not cut:
+                held += len(chunk)
+                if held > file.max_row_bytes:  # what is left of the line is passed over; it is no row
+                    parts, large = [_PASSED_OVER], True
                 continue
+            if large:
+                parts[-1] = chunk[chunk.index(b"\n") : cut]
             data = bytearray().join(parts)  # it can be written to: numba would compile kernels anew for other arrays
-            parts = [chunk[cut:]]
+            parts, held = [chunk[cut:]], len(chunk) - cut
             values = np.frombuffer(data, np.uint8)
             begins = np.concatenate([[0], np.flatnonzero(values == _NEWLINE) + 1])
             blank = values[begins[:-1]] < len(_BLANKS)
             for at in np.flatnonzero(blank).tolist():
                 blank[at] = not data[begins[at] : begins[at + 1]].strip(_BLANKS)
+            marks = np.where(np.diff(begins) - 1 > file.max_row_bytes, TOO_LARGE, 0).astype(np.int16)
+            marks[0] = TOO_LARGE if large else marks[0]
+            large = False
             # Blank lines are a part of the row before them, where `ParseLines` does not look at them.
-            offsets = np.concatenate([begins[:-1][~blank], begins[-1:]])[skip:]
+            offsets, marks = np.concatenate([begins[:-1][~blank], begins[-1:]])[skip:], marks[~blank][skip:]
             skip = max(0, skip - int((~blank).sum()))
             for at in range(0, len(offsets) - 1, batch_rows):
                 lines = Ragged(values, offsets[at : at + batch_rows + 1])
-                yield {_LINES: lines, BAD_COLUMN: np.zeros(len(lines), np.int16)}
+                yield {_LINES: lines, BAD_COLUMN: marks[at : at + batch_rows]}
 
 
 def _chunks(file: StoredFile, start: int, stop: int, nbytes: int) -> Iterator[bytes]:
@@ -174,17 +189,25 @@ class ParseLines:
         data, begin = lines.compact().values.tobytes(), (lines.offsets - lines.offsets[0]).tolist()
         builder = RowBuilder(self.columns)
         for at, mark in enumerate(marks.tolist()):
-            row = None if mark else parse_object(data[begin[at] : begin[at + 1]].partition(b"\n")[0])
-            builder.add(None if row is None else [reach(row, column) for column in self.columns])
+            line = data[begin[at] : begin[at + 1]].partition(b"\n")[0]
+            builder.add(NOT_PARSED if mark else _cells(line, self.columns))
         parsed = builder.finish()
         return parsed | {BAD_COLUMN: np.where(marks, marks, np.asarray(parsed[BAD_COLUMN]))}
 
 
 def why_no_row(file: StoredFile) -> str | None:
     """Return why the first lines of a file are not rows; None if all lines are blank."""
-    first = next(_lines(file, 0, None), None)
+    first = next(_lines(file, 0, None, _HEAD_PASSED_BYTES), b"")
     if first is None:
+        return f"its first line has more than max_row_bytes={file.max_row_bytes} of the source"
+    if not first:
         return None
+    wrong = _not_utf8(first)
+    if wrong is not None:
+        return (
+            f"it is not UTF-8 (byte {wrong} of line 1 is {first[wrong : wrong + 1]!r}); convert it, for instance with "
+            "`iconv -f latin1 -t utf-8`"
+        )
     text = first.decode("utf-8-sig", "replace").strip()
     if text.startswith("["):
         return "it holds a JSON array, and JSON lines are read: one object a line, without commas between them"
@@ -195,36 +218,53 @@ def why_no_row(file: StoredFile) -> str | None:
 def _head(file: StoredFile) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     read = 0
-    for line in _lines(file, 0, None):
-        row = parse_object(line)
+    for line in _lines(file, 0, None, _HEAD_PASSED_BYTES):
+        row = None if line is None else parse_object(line)
         if row is not None:
             rows.append(row)
-        read += len(line)
+        read += 0 if line is None else len(line)
         if len(rows) == HEAD_ROWS or read >= _HEAD_BYTES:
             break
     return rows
 
 
-def _lines(file: StoredFile, start: int, stop: int | None) -> Iterator[bytes]:
-    """Yield the lines of a range that are not blank, without their ends."""
+def _lines(file: StoredFile, start: int, stop: int | None, most_passed: int | None = None) -> Iterator[bytes | None]:
+    """Yield the lines of a range that are not blank, without their ends; None for one with more than `max_row_bytes`.
+
+    Such a line is passed over without being held in memory; one with more than `most_passed` bytes is the last one.
+    """
     compression = compression_of_name(file.path)
     chunk_bytes = _LOCAL_CHUNK_BYTES if file.is_local or compression else _REMOTE_CHUNK_BYTES
     with _open(file, start) as native:
         # A line may span several chunks: `parts` collects the beginning of a line until its newline comes.
         left = stop - start if stop is not None else file.size
-        parts: list[bytes] = []
+        parts, held = list[bytes](), 0
         while chunk := native.read(chunk_bytes if compression else min(chunk_bytes, left)):
             left -= len(chunk)
             head, newline, rest = chunk.partition(b"\n")
+            held += len(head)
             parts.append(head)
+            if held > file.max_row_bytes:
+                parts.clear()
+                if most_passed is not None and held > most_passed:
+                    yield None
+                    return
             if not newline:
                 continue
-            lines = [b"".join(parts), *rest.split(b"\n")]
-            parts = [lines.pop()]
-            del chunk, head, rest  # the generator may be suspended here for long: keep the lines only once
-            yield from (line for line in lines if line.strip(_BLANKS))
+            lines: list[bytes | None] = [b"".join(parts) if held <= file.max_row_bytes else None]
+            parts = rest.split(b"\n")
+            lines += parts[:-1]
+            del parts[:-1], chunk, head, rest  # the generator may be suspended here for long: keep the lines only once
+            held = len(parts[0])
+            for line in lines:
+                if line is None or len(line) > file.max_row_bytes:
+                    yield None
+                elif line.strip(_BLANKS):
+                    yield line
         last = b"".join(parts)
-        if last.strip(_BLANKS):
+        if held > file.max_row_bytes:
+            yield None
+        elif last.strip(_BLANKS):
             yield last
 
 
@@ -260,6 +300,25 @@ def _line_lengths(native: ByteStream) -> Iterator[tuple[int, bool]]:
 
 
 _decode = msgspec.json.Decoder().decode
+
+
+def _cells(line: bytes | None, columns: Iterable[str]) -> list[Any] | int:
+    """Return the values of a line, or why it is no row, as a mark of `BAD_COLUMN`."""
+    if line is None:
+        return TOO_LARGE
+    row = parse_object(line)
+    if row is None:
+        return NOT_PARSED if _not_utf8(line) is None else NOT_UTF8
+    return [reach(row, column) for column in columns]
+
+
+def _not_utf8(data: bytes) -> int | None:
+    """Return where some bytes are not UTF-8; None where all are."""
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return error.start
+    return None
 
 
 def parse_object(line: bytes) -> dict[str, Any] | None:
@@ -360,11 +419,11 @@ class RowBuilder:
         wrong = next((at for at, cell in enumerate(encoded) if cell is None), None)
         self._marks.append(0 if wrong is None else no_value(wrong) if values[wrong] is None else other_kind(wrong))
 
-    def add(self, values: Sequence[Any] | None) -> None:
-        """Add a row; None is one that could not be parsed."""
-        self.append(values or [None] * len(self._kinds))
-        if values is None:
-            self._marks[-1] = NOT_PARSED
+    def add(self, values: Sequence[Any] | int) -> None:
+        """Add a row; a number is the mark of one that could not be read."""
+        self.append([None] * len(self._kinds) if isinstance(values, int) else values)
+        if isinstance(values, int):
+            self._marks[-1] = values
 
     def finish(self) -> RowBatch:
         """Return the batch and begin the next one."""
@@ -381,10 +440,8 @@ class RowBuilder:
         return batch
 
 
-def batches_of(
-    rows: Iterable[Sequence[Any] | None], columns: Mapping[str, Kind], batch_rows: int
-) -> Iterator[RowBatch]:
-    """Yield rows of values as batches of columns; None is a row that could not be parsed."""
+def batches_of(rows: Iterable[Sequence[Any] | int], columns: Mapping[str, Kind], batch_rows: int) -> Iterator[RowBatch]:
+    """Yield rows of values as batches of columns; a number is the mark of a row that could not be read."""
     builder = RowBuilder(columns)
     for row in rows:
         builder.add(row)
@@ -422,8 +479,7 @@ def _encode(value: Any, kind: Kind) -> Any:
         case "bytes":
             return value if isinstance(value, bytes) else _utf8(value)
         case "json":
-            ok = isinstance(value, dict | list)
-            return _utf8(json.dumps(value, ensure_ascii=False, separators=(",", ":"))) if ok else None
+            return _json_text(value) if isinstance(value, dict | list) else None
         case "int":
             return _int64(value)
         case "float":
@@ -436,6 +492,13 @@ def _encode(value: Any, kind: Kind) -> Any:
             one = _int64 if kind == "int_list" else _float64
             cells = [one(item) for item in value]
             return None if any(cell is None for cell in cells) else cells
+
+
+def _json_text(value: Any) -> bytes | None:
+    try:
+        return _utf8(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+    except RecursionError:  # it was nested just deeply enough to be parsed
+        return None
 
 
 def _utf8(value: Any) -> bytes | None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from overlord.core.ragged import Kind, RowBatch
-from overlord.errors import ReaderError, SourceError
+from overlord.errors import ReaderError, SourceError, shortened
 from overlord.readers.files import ByteStream, StoredFile, compression_of_name
 
 BLOCK_BYTES = 1 << 20
@@ -284,8 +284,7 @@ def reason_of(error: BaseException) -> str:
         'Disk on fire'
     """
     text = " ".join(str(error).split()) or type(error).__name__
-    text = text.split(". ")[0].split(" Detail:")[0].rstrip(".")
-    return text if len(text) <= 160 else text[:157] + "..."
+    return shortened(text.split(". ")[0].split(" Detail:")[0])
 
 
 def unreadable(file: StoredFile, reason: str) -> SourceError:

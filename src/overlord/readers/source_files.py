@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import hashlib
 import importlib
@@ -26,7 +27,9 @@ from overlord.core.order import FileBlocks
 from overlord.core.ragged import (
     BAD_COLUMN,
     NOT_PARSED,
+    NOT_UTF8,
     NOT_WHOLE,
+    TOO_LARGE,
     Kind,
     RowBatch,
     SharedMemory,
@@ -39,7 +42,7 @@ from overlord.core.ragged import (
 )
 from overlord.core.samples import FILE_SHIFT, SampleId
 from overlord.errors import OverlordError, ReaderError, SourceError, SpecError
-from overlord.job.specs import Source
+from overlord.job.specs import MAX_ROW_BYTES, Source
 from overlord.readers.arrow import ArrowReader
 from overlord.readers.dataset_card import split_files
 from overlord.readers.files import StoredFile, compression_of_name, format_of_name, list_files, verify_unchanged
@@ -119,6 +122,7 @@ class SourceFiles:
         config: Configuration of a dataset as on the Hub; None for its default one.
         split: Split of such a dataset; None for the only one.
         storage_options: How to reach a remote store.
+        max_row_bytes: Lines and samples of tar shards with more are bad rows.
         cache: Where the indices of the files are kept, and row groups too large to be held in memory.
         isolate: Wraps the reader so that it runs in other processes, which a damaged file may crash; None reads in
             the caller.
@@ -144,6 +148,7 @@ class SourceFiles:
         config: str | None = None,
         split: str | None = None,
         storage_options: StorageOptions | None = None,
+        max_row_bytes: int = MAX_ROW_BYTES,
         isolate: Callable[[Reader], Reader] | None = None,
         join: Callable[[SourceFiles], Join] | None = None,
         pause: Callable[[float], None] = time.sleep,
@@ -151,9 +156,8 @@ class SourceFiles:
         self.name = name
         suffixes = getattr(reader_of(format), "suffixes", ()) if format is not None else ()
         choose = functools.partial(split_files, config=config, split=split)
-        self.files: list[StoredFile] = list_files(
-            paths, storage_options, format=format, suffixes=suffixes, choose=choose
-        )
+        listed = list_files(paths, storage_options, format=format, suffixes=suffixes, choose=choose)
+        self.files: list[StoredFile] = [dataclasses.replace(file, max_row_bytes=max_row_bytes) for file in listed]
         self.format = format_of(self.files, format)
         self._reader = isolate(reader_of(self.format)) if isolate else reader_of(self.format)
         self._cache = cache
@@ -434,7 +438,7 @@ class SourceFiles:
             for batch in source.all_rows(file, _SORT_BATCH_ROWS):
                 found, marks = np.asarray(batch[column]), np.asarray(batch[BAD_COLUMN])
                 rows = row + np.arange(len(marks))
-                unread = (marks == NOT_PARSED) | (marks == NOT_WHOLE)
+                unread = np.isin(marks, (NOT_PARSED, NOT_WHOLE, TOO_LARGE, NOT_UTF8))
                 wrong = ~unread & ((marks != 0) | (np.isnan(found) if found.dtype.kind == "f" else False))
                 if wrong.any():
                     first = int(rows[wrong][0]) - (file << FILE_SHIFT)

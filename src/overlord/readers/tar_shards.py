@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from overlord.core.ragged import Kind, RowBatch
+from overlord.core.ragged import TOO_LARGE, Kind, RowBatch
 from overlord.readers.files import StoredFile, compression_of_name
 from overlord.readers.jsonl import batches_of, kind_of_values, parse_object, reach
 from overlord.readers.reader import (
@@ -77,8 +77,9 @@ class TarReader(CompressibleReader):
         """Yield the samples of one block; only the wanted members are read."""
         start, stop = int(index.start[block]), int(index.stop[block])
         with open_bytes(file) as source:
-            samples = _samples(source, start, stop, _members_of(columns), skip)
-            yield from batches_of((_values(sample, columns) for sample in samples), columns, batch_rows)
+            samples = _samples(source, start, stop, _members_of(columns), skip, file.max_row_bytes)
+            rows = (TOO_LARGE if sample.too_large else _values(sample, columns) for sample in samples)
+            yield from batches_of(rows, columns, batch_rows)
 
     def columns(self, file: StoredFile) -> list[str]:
         """Return the extensions in the head of the shard, and the key."""
@@ -104,7 +105,7 @@ class TarReader(CompressibleReader):
     def _head(self, file: StoredFile, columns: Sequence[str]) -> list[Sample]:
         head: list[Sample] = []
         with open_bytes(file) as source:
-            for sample in _samples(source, 0, None, _members_of(columns)):
+            for sample in _samples(source, 0, None, _members_of(columns), most=file.max_row_bytes):
                 head.append(sample)
                 if len(head) == HEAD_ROWS or sample.stop >= _HEAD_BYTES:
                     break
@@ -119,6 +120,10 @@ class Sample:
     start: int
     members: dict[str, Member] = field(default_factory=dict)
     payloads: dict[str, bytes] = field(default_factory=dict)
+    payload_bytes: int = 0
+    """Of all wanted members."""
+    too_large: bool = False
+    """Whether they are more than may be read; then there are no payloads."""
 
     @property
     def stop(self) -> int:
@@ -173,9 +178,14 @@ def _members_of(columns: Iterable[str]) -> Callable[[str], bool]:
 
 
 def _samples(
-    source: FileBytes, start: int, stop: int | None, wanted: Callable[[str], bool], skip: int = 0
+    source: FileBytes,
+    start: int,
+    stop: int | None,
+    wanted: Callable[[str], bool],
+    skip: int = 0,
+    most: int = 1 << 62,
 ) -> Iterator[Sample]:
-    """Yield the samples of a range, without the first `skip`, with the bytes of the wanted members."""
+    """Yield the samples of a range, without the first `skip`, with the bytes of the wanted members, `most` in all."""
     current: Sample | None = None
     for member in walk_members(source, start, stop):
         names = split_name(member.name)
@@ -191,7 +201,12 @@ def _samples(
             current = Sample(key, member.start)
         current.members[extension] = member
         if not skip and wanted(extension):
-            current.payloads[extension] = read_exactly(source, member.data, member.size)
+            current.payload_bytes += member.size
+            if current.payload_bytes > most:
+                current.too_large = True
+                current.payloads.clear()
+            else:
+                current.payloads[extension] = read_exactly(source, member.data, member.size)
     if current is not None and not skip:
         yield current
 

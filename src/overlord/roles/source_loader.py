@@ -26,6 +26,7 @@ Rules of this file:
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -398,6 +399,8 @@ CHUNK_BYTES = 4 << 20
 AHEAD_ROWS = 64
 AHEAD_BYTES = 128 << 10
 """A chunk holds at least about this much even if less is requested: tokenizers are faster on batches."""
+_DETAILS = re.compile(r"[a-z0-9]+://[^\s'\"]+|'[^']*'|\"[^\"]*\"|\d+")
+"""What of a reason is of one row only: a URL, a name in quotes, a number."""
 FIRST_ROWS = 8
 """If this many rows at the beginning of a source are all bad, it is an error in the job."""
 FEW_SAMPLES = 1000
@@ -905,12 +908,15 @@ class SourceLoader:
         self._first_bad.update(bad)
         if all(row in self._first_bad for row in range(FIRST_ROWS)):
             leading = next(row for row in itertools.count() if row not in self._first_bad)
-            reasons = Counter(self._first_bad[row] for row in range(leading))
-            (reason, count), *others = reasons.most_common()
+            # Reasons that differ in a URL, a quoted value or a number only are one: the first of them is shown.
+            kinds = {row: _DETAILS.sub("..", self._first_bad[row]) for row in range(leading)}
+            (kind, count), *others = Counter(kinds.values()).most_common()
+            reason = next(self._first_bad[row] for row in range(leading) if kinds[row] == kind)
+            alike = any(kinds[row] == kind and self._first_bad[row] != reason for row in range(leading))
             raise SourceError(
-                f"source {self.name!r}: all of the first {leading} rows that were read are bad "
-                f"({count} times: {reason}{'; and other reasons' if others else ''}). The sample kind "
-                f"({self._source.sample.kind!r}) or a column it names probably does not fit these files; training "
+                f"source {self.name!r}: all of the first {leading} rows that were read are bad ({count} times: "
+                f"{'for instance, ' if alike else ''}{reason}{'; and other reasons' if others else ''}). The sample "
+                f"kind ({self._source.sample.kind!r}) or a column it names probably does not fit these files; training "
                 "would get stand-ins only. Look at the rows with `overlord sources preview`, and correct sample, or "
                 "the files. Set tolerance to 1 for a source that may be bad as a whole."
             )

@@ -33,7 +33,7 @@ import numpy as np
 
 from overlord.core import client_messages as msg
 from overlord.core.client_messages import Attach, Failure, Request, StepHeader, Views, mesh_from_text
-from overlord.core.spec_errors import is_whole
+from overlord.core.spec_errors import is_whole, named_arguments
 from overlord.errors import ClosedError, OverlordError, Rewound, ServiceLost, SpecError, StateError, error_named
 from overlord.roles.client import Client, RankView
 from overlord.runtimes.transport.codec import expect_within, raised, receive, send
@@ -191,6 +191,7 @@ LEAVE_S = 10.0
 """How long a client that goes waits for a service that is away, to say how far it came."""
 
 
+@named_arguments
 def connect(address: str, rank: int, step: int | None = None, state: Mapping[str, Any] | None = None) -> Client:
     """Attach to a service of this host as one rank, from any process.
 
@@ -212,6 +213,8 @@ def connect(address: str, rank: int, step: int | None = None, state: Mapping[str
     if not is_whole(rank):
         raise SpecError(f"rank is {rank!r:.80}, not a whole number; it has no data. Give the trainer's global rank.")
     check_step(step)
+    if isinstance(state, Mapping) and set(state) == {"stream"}:
+        raise SpecError(f"connect: state {_OF_LOADER}")
     feed = LocalFeed(address, int(rank), None if step is None else int(step), state)
     try:
         return Client(feed, rank, feed.first_step)
@@ -237,8 +240,17 @@ def refuse_torch_workers(what: str) -> None:
         )
 
 
+_OF_LOADER = (
+    "is what state_dict() of a DataLoader returned; it holds the stream's own state as text. Pass it to "
+    'load_state_dict() of a DataLoader, or go on with own = json.loads(state["stream"]): step=own["step"], state=own.'
+)
+
+
 def check_step(step: object) -> None:
     """Refuse what is no step to go on at."""
+    if isinstance(step, Mapping):
+        own = 'is a whole state, not a number of steps. Pass step=state["step"].'
+        raise SpecError(f"step {_OF_LOADER if set(step) == {'stream'} else own}")
     if step is not None and (not is_whole(step) or int(cast("int", step)) < 0):
         raise SpecError(
             f"step is {step!r:.80}, not a number of steps; there is nothing to go on at. Give the step of your "

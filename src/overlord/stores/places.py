@@ -26,7 +26,8 @@ from typing import Protocol
 import pyarrow as pa
 from pyarrow import fs
 
-from overlord.errors import SpecError, StoreError
+from overlord.core.spec_errors import unexpanded
+from overlord.errors import SpecError, StoreError, shortened
 from overlord.storage import StorageOptions, create_private, filesystem_of, make_private, replacing
 
 ROOM = 1 << 16
@@ -95,8 +96,17 @@ OpenPlace = Callable[[str, StorageOptions | None], Place]
 
 
 def store_path(store: str | os.PathLike[str]) -> str:
-    """Return a store as every process finds it: a URL as it is, a path from the root."""
-    return str(store) if "://" in str(store) else str(Path(store).expanduser().absolute())
+    """Return a store as every process finds it: a URL as it is, a path from the root.
+
+    Raises:
+        SpecError: It names a variable of the environment, which would become the name of a folder.
+    """
+    if "://" in str(store):
+        return str(store)
+    path = Path(store).expanduser().absolute()
+    if not path.exists() and (wrong := unexpanded(str(store))):
+        raise SpecError(f"store: there is no folder {str(store)!r}.{wrong}")
+    return str(path)
 
 
 def open_place(store: str, options: StorageOptions | None = None) -> Place:
@@ -137,7 +147,7 @@ def _asking(place: str, what: str) -> Iterator[None]:
 
 
 def _failure(place: str, what: str, error: Exception) -> StoreError:
-    why = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+    why = getattr(error, "strerror", None) or shortened(error, 200)
     return StoreError(
         f"the store {place!r} cannot {what} ({why}); steps are not planned as long as they could not be resumed. "
         "Free space or repair the store; or launch with another one."

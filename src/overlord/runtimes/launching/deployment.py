@@ -186,6 +186,7 @@ def try_sources(
                 config=source.config,
                 split=source.split,
                 storage_options=source.storage_options,
+                max_row_bytes=source.max_row_bytes,
                 cache=cache,
                 isolate=isolate,
             )
@@ -223,6 +224,7 @@ def joined_columns(
         config=spec.config,
         split=spec.split,
         storage_options=spec.storage_options,
+        max_row_bytes=source.max_row_bytes,
         cache=cache,
         isolate=isolate,
     )

@@ -34,6 +34,7 @@ import json
 import logging
 import mmap
 import os
+import resource
 import select
 import socket
 import sys
@@ -854,10 +855,22 @@ def _run_into_places(function: Any, head: RunFunction, rows: RowBatch, fds: Sequ
     return made if fds else {**made, _FILLED: Ragged(memory, offsets_of(table[:, 1]))}
 
 
+def limit_memory() -> None:
+    """Let this process take half of the host's memory: a row that makes a function take more must not end others.
+
+    Shared memory does not count. The hard limit stays, so that a user's function may ask for more.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    if soft == resource.RLIM_INFINITY or soft > half:
+        resource.setrlimit(resource.RLIMIT_DATA, (half, hard))
+
+
 def serve(connection: socket.socket) -> None:
     """Load functions and run them over rows, until the other side closes a connection."""
     name_process("worker")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other cores have workers of their own
+    limit_memory()
     functions: dict[str, Any] = {}
     lines = {connection.fileno(): _ServedLine(connection, functions)}
     asked = select.poll()
@@ -910,6 +923,8 @@ class _ServedLine:
             told = self._memory.answer(answer, made)
         except Exception as error:  # whatever the user's code raises is an answer
             reason = f"{type(error).__name__}: {error}"
+            if isinstance(error, MemoryError):
+                reason = "out of memory: a worker may take half of what the host has, and less if others took the rest"
             if isinstance(error, OverlordError):
                 reason = str(error)
             else:

@@ -19,7 +19,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from overlord.core.ragged import Ragged
-from overlord.errors import ReaderError, SpecError
+from overlord.errors import ReaderError, SpecError, shortened
 from overlord.job.specs import Source
 from overlord.storage import filesystem_of
 from overlord.transforms.samples.per_sample import Bools, Fault, Int64s, MediaFault, row_memory
@@ -150,7 +150,7 @@ class ImageValues:
             except (OSError, pa.ArrowException) as error:
                 if attempt == _ATTEMPTS:
                     raise ReaderError(
-                        f"the image {name!r} in {self.folder} cannot be read: {' '.join(str(error).split())[:160]}; "
+                        f"the image {name!r} in {self.folder} cannot be read: {shortened(error)}; "
                         "going on without it would change the stream. Restore the file or the connection to it, and "
                         "start again from the last checkpoint."
                     ) from error

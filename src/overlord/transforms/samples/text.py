@@ -116,10 +116,9 @@ class TextTransform:
             try:
                 tokens = self._tokenizer.encode(texts, special_tokens=special)
             except TokenizerPanic:
-                texts, panics = self._tokenizer.without_panics(texts, special_tokens=special)
+                tokens, panics = self._tokenizer.encode_each(texts, special_tokens=special)
                 faults += [fault for fault in panics if not bad[fault[0]]]
                 bad[[row for row, _ in panics]] = True
-                tokens = self._tokenizer.encode(texts, special_tokens=special)
         empty = tokens.lengths == 0
         return with_stand_ins(with_borders(tokens, self._bos, self._eos), bad | empty), empty
 

@@ -17,7 +17,8 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from overlord.core.ragged import Ragged, offsets_of
-from overlord.errors import SpecError
+from overlord.core.spec_errors import did_you_mean, list_some
+from overlord.errors import SpecError, shortened
 from overlord.job.specs import tokenizer_file
 
 Int32s = npt.NDArray[np.int32]
@@ -75,7 +76,7 @@ def words_of_panics() -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # of pyo3: no module exports it
             raise
-        raise TokenizerPanic(f"the tokenizer panics: {' '.join(str(error).split())[:200]}") from None
+        raise TokenizerPanic(f"the tokenizer panics: {shortened(error, 200)}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,7 @@ class TextTokenizer:
         """Return the token ids (int32) of each text.
 
         Raises:
-            TokenizerPanic: The library panics on one of them; `without_panics` finds them.
+            TokenizerPanic: The library panics on one of them; `encode_each` finds it.
         """
         with words_of_panics():
             made = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
@@ -182,16 +183,15 @@ class TextTokenizer:
             parts[row] = np.where(np.isin(ids, self._reserved), 0, ids).astype(np.int32)
         return Ragged.from_rows(parts, np.int32)
 
-    def without_panics(self, texts: Sequence[str], *, special_tokens: bool) -> tuple[list[str], list[tuple[int, str]]]:
-        """Return the texts with those emptied on which the library panics, and (text, reason) of each."""
-        calm, found = list(texts), list[tuple[int, str]]()
+    def encode_each(self, texts: Sequence[str], *, special_tokens: bool) -> tuple[Ragged, list[tuple[int, str]]]:
+        """Encode texts one by one; one on which the library panics has no tokens, and is returned with the reason."""
+        parts, panics = [np.empty(0, np.int32)] * len(texts), list[tuple[int, str]]()
         for row, text in enumerate(texts):
             try:
-                self.encode([text], special_tokens=special_tokens)
+                parts[row] = self.encode([text], special_tokens=special_tokens)[0]
             except TokenizerPanic as panic:
-                calm[row] = ""
-                found.append((row, str(panic)))
-        return calm, found
+                panics.append((row, str(panic)))
+        return Ragged.from_rows(parts, np.int32), panics
 
     def holds_reserved(self, tokens: Ragged) -> npt.NDArray[np.bool_]:
         """Return which rows hold an id that is kept for placeholders."""
@@ -282,10 +282,13 @@ class TextTokenizer:
             return self._own_border(field)
         found = wanted if isinstance(wanted, int) else self.find(wanted)
         if found is None or found > np.iinfo(np.int32).max or self._tokenizer.id_to_token(found) is None:
+            added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+            known = list(dict.fromkeys([*self.special_tokens.values(), *added]))
             raise SpecError(
                 f"{field}={wanted!r}: the tokenizer {self.path!r} has no such token; the model would get an unknown "
-                f"id, or none. Give a token of the vocabulary, its id, or {field}=True for the tokenizer's "
-                "own."
+                f"id, or none.{did_you_mean(wanted, known)} Give a token of the vocabulary"
+                f"{f' (its special tokens: {list_some(known, 8)})' if known else ''}, its id, or {field}=True for the "
+                "tokenizer's own."
             )
         return int(found)
 
