@@ -35,9 +35,7 @@ def test_a_place_of_decoding_without_media_is_refused(ids_job, cache, placement)
         (by_module, 2, False),
     ],
 )
-def test_decoding_in_constructors_is_refused_where_loaders_decode_everything(
-    mixed_job, cache, strategy, hosts, refused
-):
+def test_decoding_in_constructors_is_refused_where_loaders_decode_all(mixed_job, cache, strategy, hosts, refused):
     options = ServiceOptions(mesh=ol.ClientPlaceTree(dp=2), cache=cache, placement="constructor", strategy=strategy)
     if not refused:
         check_decoding(mixed_job, options, hosts)
