@@ -23,6 +23,26 @@ _LONG = ("benchmark", "machine", "rows", "real_rows", "real_workers", "computing
 
 
 @dataclass(frozen=True, slots=True)
+class Bound:
+    """A figure that is held against a bar."""
+
+    figure: str
+    bar: str
+    at_least: bool
+    unit: str
+
+    def reached(self, figures: dict[str, Any]) -> bool:
+        """Tell whether the bar is reached."""
+        value, bar = figures[self.figure], figures[self.bar]
+        return value >= bar if self.at_least else value <= bar
+
+    def words(self, figures: dict[str, Any]) -> str:
+        """Return the figure and its bar in words."""
+        limit = f"{'at least' if self.at_least else 'at most'} {figures[self.bar]:g}{self.unit}"
+        return f"{self.figure} {figures[self.figure]:.3g}{self.unit}, {limit}"
+
+
+@dataclass(frozen=True, slots=True)
 class Benchmark:
     """A module of this package, and how its figures are shown."""
 
@@ -51,6 +71,8 @@ class Benchmark:
     """Title of a second plot: the figure `rows`, step by step; none where it is empty."""
     more_steps: tuple[tuple[str, str, str], ...] = ()
     """Of each further plot of that kind: its title, its unit, and the figure that it shows."""
+    also: tuple[Bound, ...] = ()
+    """Further figures with bars: the verdict is that of all."""
 
     @property
     def missing(self) -> str:
@@ -62,9 +84,14 @@ class Benchmark:
         return "" if found else self.needs
 
     def passed(self, figures: dict[str, Any]) -> bool:
-        """Tell whether the bar is reached."""
-        value, bar = figures[self.figure], figures[self.bar]
-        return value >= bar if self.at_least else value <= bar
+        """Tell whether all bars are reached."""
+        return not self.missed(figures)
+
+    def missed(self, figures: dict[str, Any]) -> list[Bound]:
+        """Return the figures that miss their bars; those that an older run did not measure are left out."""
+        main = Bound(self.figure, self.bar, self.at_least, self.unit)
+        known = [one for one in self.also if one.figure in figures]
+        return [one for one in (main, *known) if not one.reached(figures)]
 
     def plot(self, figures: dict[str, Any]) -> str:
         """Return the plot of its figures."""
@@ -268,6 +295,12 @@ BENCHMARKS = (
             ("all parts cut", "cut_over_baseline", ""),
         ),
         quick=("--quick", "--rounds", "1"),
+        also=(
+            Bound("peak_mb", "peak_mb_bar", False, " MB"),
+            Bound("growth_1_to_2", "growth_bar", False, "×"),
+            Bound("growth_2_to_4", "growth_bar", False, "×"),
+            Bound("kernels_from_cache_s", "kernels_from_cache_bar_s", False, " s"),
+        ),
     ),
     Benchmark(
         "construct",
@@ -288,6 +321,7 @@ BENCHMARKS = (
             ("hf, microbatches of 8k", "ratio_hf_microbatches_of_8k", ""),
         ),
         quick=("--quick", "--rounds", "1"),
+        also=(Bound("fill", "fill_bar", True, ""),),
     ),
     Benchmark(
         "placement",
@@ -342,6 +376,7 @@ BENCHMARKS = (
         ),
         quick=("--documents", "20000", "--seconds", "0.5", "--rounds", "1"),
         limit_of="parquet_tokens_per_s",
+        also=(Bound("first_batch_s", "bar_s", False, " s"), Bound("further_mb", "bar_mb", False, " MB")),
     ),
     Benchmark(
         "fetch",
@@ -382,6 +417,7 @@ BENCHMARKS = (
         ),
         quick=("--quick",),
         limit_of="mb_64",
+        also=(Bound("seconds_demo", "seconds_demo_bar", False, " s"),),
     ),
     Benchmark(
         "checkpoints",
@@ -453,6 +489,7 @@ BENCHMARKS = (
             ("Wait for each step, real run", "ms, logarithmic", "real_rows"),
             ("Workers of each kind of source, real run with online scaling", "workers, logarithmic", "real_workers"),
         ),
+        also=(Bound("online_over_fixed_memory", "memory_bar", False, "×"),),
     ),
     Benchmark(
         "sizing",
@@ -517,15 +554,16 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="only see that all of them work; the figures mean nothing")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[one.name for one in BENCHMARKS],
                         help="run these, and leave the others in the report as they are")  # fmt: skip
-    parser.add_argument("--enter", nargs="+", metavar="FILE", type=Path,
-                        help="run nothing: enter what benchmarks printed with --json on another machine")  # fmt: skip
+    parser.add_argument("--enter", nargs="*", metavar="FILE", type=Path,
+                        help="run nothing: enter what benchmarks printed with --json on another machine, and judge all "
+                        "figures of the report again")  # fmt: skip
     parser.add_argument(
         "--out", type=Path, help="folder of the report (default: benchmarks, or benchmarks/data if quick)"
     )
     options = parser.parse_args()
     out: Path = options.out or (HERE / "data" if options.quick else HERE)
     found: dict[str, dict[str, Any] | None] = {}
-    if options.enter:
+    if options.enter is not None:
         for path in options.enter:
             try:
                 figures = json.loads(path.read_text(encoding="utf-8").strip().splitlines()[-1])
@@ -584,6 +622,8 @@ def write_report(out: Path, found: dict[str, dict[str, Any] | None], quick: bool
         old = [line for line in before if line.startswith(f"| [{benchmark.name}](")]
         why = f"not run: it needs {benchmark.missing}" if benchmark.missing else "not run"
         unknown = old or [f"| [{benchmark.name}](#{benchmark.name}) | – | – | {why} |"]
+        if old and (kept := _old_figures(before, benchmark.name)) and not quick:
+            unknown = [f"{old[0].rsplit(' | ', 1)[0]} | {_verdict(benchmark, kept, quick)} |"]  # by the bars of today
         lines += [_table_row(benchmark, found[benchmark.name], quick)] if benchmark.name in found else unknown
     for benchmark in BENCHMARKS:
         if benchmark.name in found:
@@ -626,6 +666,19 @@ def _old_section(report: list[str], name: str) -> list[str]:
     return ["", *report[begin : end - 1]]
 
 
+def _old_figures(report: list[str], name: str) -> dict[str, Any]:
+    """Return the figures of a section, numbers as such; none where it has none."""
+    rows = [line.strip("| ").split(" | ") for line in _old_section(report, name) if line.startswith("| ")]
+    found: dict[str, Any] = {}
+    for key, value in (row for row in rows if len(row) == 2):
+        try:
+            found[key] = float(value)
+        except ValueError:
+            found[key] = value
+    found.pop("figure", None)  # the head of the table
+    return found
+
+
 def _where(figures: dict[str, Any] | None = None) -> str:
     """Say when and where; figures of another machine know theirs, but not its packages."""
     here = (figures or {}).get("machine", machine())
@@ -649,7 +702,9 @@ def _table_row(benchmark: Benchmark, figures: dict[str, Any] | None, quick: bool
 def _verdict(benchmark: Benchmark, figures: dict[str, Any], quick: bool) -> str:
     if quick:
         return "not judged"
-    return "reached" if benchmark.passed(figures) else "**missed**"
+    further = [one.words(figures) for one in benchmark.missed(figures) if one in benchmark.also]
+    missed = ": ".join(["**missed**", *(["; ".join(further)] if further else [])])
+    return "reached" if benchmark.passed(figures) else missed
 
 
 def _value(value: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import simplejpeg
-from benchmarks.__main__ import BENCHMARKS, HERE
+from benchmarks.__main__ import BENCHMARKS, HERE, write_report
 
 NAMES = [one.name for one in BENCHMARKS]
 REPORT = (HERE / "REPORT.md").read_text(encoding="utf-8")
@@ -61,6 +62,26 @@ def test_figures_of_another_machine_are_entered_with_its_name(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_a_verdict_is_that_of_all_bars():
+    formats = next(one for one in BENCHMARKS if one.name == "formats")
+    figures = {"ratio": 0.9, "bar": 0.8, "first_batch_s": 2.0, "bar_s": 3.0, "further_mb": 9.0, "bar_mb": 100.0}
+    assert formats.passed(figures) and not formats.passed(figures | {"ratio": 0.7})
+    assert [one.figure for one in formats.missed(figures | {"first_batch_s": 12.0})] == ["first_batch_s"]
+
+
+def test_the_verdicts_of_the_report_are_those_of_its_figures(tmp_path: Path):
+    """Every figure whose name is that of a bar is judged, and the report is what its own figures give."""
+    for one in BENCHMARKS:
+        section = REPORT.split(f"\n## {one.name}\n")[1].split("\n## ")[0]
+        bars = set(re.findall(r"^\| (\w*bar(?:_\w+)?) \|", section, re.M)) - {"worst_share_of_what_the_bars_allow"}
+        judged = {one.bar, *(more.bar for more in one.also)}
+        assert one.name == "balance" or bars <= judged, "its share of what the bars allow is judged"
+    shutil.copytree(HERE / "plots", tmp_path / "plots")
+    (tmp_path / "REPORT.md").write_text(REPORT, encoding="utf-8")
+    write_report(tmp_path, {}, quick=False, whole=False)
+    assert (tmp_path / "REPORT.md").read_text(encoding="utf-8") == REPORT
+
+
 def test_open_pages_are_measured():
     """A short run: the figure itself needs a quiet machine."""
     command = [sys.executable, "-m", "benchmarks.pages", "--pages", "5", "--rounds", "1", "--seconds", "3", "--json"]

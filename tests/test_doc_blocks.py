@@ -13,6 +13,7 @@ import doctest
 import functools
 import importlib.util
 import inspect
+import json
 import os
 import re
 import shlex
@@ -237,6 +238,7 @@ def check_command(words: list[str], written: set[str]) -> None:
         extras = re.findall(r"\[([\w,-]+)\]", shlex.join(words))
         known = re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
         assert words[1] == "install" and {one for extra in extras for one in extra.split(",")} <= {*known}, words
+        assert not any(word.startswith("overlord") for word in words), "no index has it: pip install -e '.[extra]'"
     elif name in ("python", "torchrun"):
         module = words[2].replace(".", "/") + ".py" if words[1] == "-m" else ""
         script = module or next(word for word in words if word.endswith(".py"))
@@ -260,14 +262,80 @@ def test_commands_exist(block):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_in_the_text_exist(page):
     prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    for span in re.findall(r"(?<!`)`((?:overlord|make) [^`]+)`", prose.replace("\n", " ")):
-        words = span.split()
-        if words[0] == "make":
-            check_command(words, set())
-            continue
-        group = words[1] in ("sources", "steps", "import") and len(words) > 2
-        shown = help_of(*words[1 : 2 + group])
-        assert [word for word in re.findall(r"(?<= )--?[a-z][\w-]*", span) if word not in shown] == [], span
+    for span in SPANS.findall(prose.replace("\n", " ")):
+        check_span(span)
+
+
+SPANS = re.compile(r"(?<!`)`((?:overlord|make|pip) [^`]+)`")
+"""Commands inside of a sentence."""
+
+
+def check_span(span: str) -> None:
+    """Check a command of a sentence, which may leave out what it is given: its name and options exist."""
+    words = span.split()
+    if words[0] != "overlord":
+        check_command(shlex.split(span), set())
+        return
+    group = words[1] in ("sources", "steps", "import") and len(words) > 2
+    shown = help_of(*words[1 : 2 + group])
+    assert [word for word in re.findall(r"(?<= )--?[a-z][\w-]*", span) if word not in shown] == [], span
+
+
+FOLDERS = sorted({path.parent for path in (ROOT / "src" / "overlord").rglob("*.py")})
+
+
+def texts_of(source: Path) -> Iterator[str]:
+    """The texts in a file of the package; `VALUE` stands for what a text is filled with."""
+    parts = set[int]()
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            parts |= {id(one) for one in ast.walk(node)}
+            yield "".join(one.value if isinstance(one, ast.Constant) else "VALUE" for one in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+            yield node.value
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_commands_in_messages_exist(folder):
+    for source in sorted(folder.glob("*.py")):
+        for text in texts_of(source):
+            assert "pip install" not in text or source.name in INSTALLS, f"{source}: use pip_install: {text}"
+            for span in SPANS.findall(re.sub(r"\s+", " ", text)):
+                if "VALUE" not in span.split()[1]:
+                    check_span(span)
+
+
+INSTALLS = {"errors.py"}
+"""Where the command that installs an extra is made, for this install."""
+
+
+@pytest.mark.parametrize(
+    ("origin", "expected"),
+    [
+        (None, "'overlord-data[media]'"),
+        ({"url": "file:///home/me/a%20clone", "dir_info": {"editable": True}}, "-e '/home/me/a clone[media]'"),
+        ({"url": "file:///home/me/clone", "dir_info": {}}, "'/home/me/clone[media]'"),
+        ({"url": "file:///w/o.whl", "archive_info": {}}, "'overlord-data[media] @ file:///w/o.whl'"),
+        (
+            {"url": "https://h/o.git", "vcs_info": {"vcs": "git", "commit_id": "1f"}},
+            "'overlord-data[media] @ git+https://h/o.git@1f'",
+        ),
+        ("not installed", f"-e '{ROOT}[media]'"),
+    ],
+)
+def test_a_remedy_names_this_install(tmp_path, origin, expected):
+    if origin != "not installed":
+        record = tmp_path / "overlord_data-0.1.0.dist-info"
+        record.mkdir()
+        (record / "METADATA").write_text("Metadata-Version: 2.1\nName: overlord-data\nVersion: 0.1.0\n")
+        if origin is not None:
+            (record / "direct_url.json").write_text(json.dumps(origin))
+    look = f"import sys; sys.path[:0] = {[str(tmp_path), str(ROOT / 'src')]}\n"
+    look += "from overlord.errors import pip_install; print(pip_install('media'))"
+    said = subprocess.check_output([sys.executable, "-S", "-c", look], text=True, timeout=60).strip()
+    command, _, what = said.partition(" install ")
+    assert what == expected
+    assert command in ("pip", f"{sys.executable} -m pip")
 
 
 @functools.cache
@@ -284,6 +352,7 @@ def help_of(*command: str) -> str:
         "overlord run job.yaml --mash dp=2",
         "make nothing",
         "pip install 'x[nothing]'",
+        "pip install 'overlord-data[media]'",
         "rm -r x",
     ],
 )

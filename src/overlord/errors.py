@@ -24,6 +24,7 @@ A message says what is wrong (with the value found), what it would cause, and wh
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 
@@ -101,6 +102,41 @@ class Superseded(ServiceLost):
 
 class ClosedError(OverlordError):
     """A closed service or client was used."""
+
+
+@functools.cache
+def pip_install(extra: str) -> str:
+    """Return the command that adds an extra to this install, for messages.
+
+    An install by name is known to an index. Any other (a clone, a folder, an archive, a repository) is not, and is
+    named by where it came from, which pip writes down (PEP 610).
+    """
+    import importlib.metadata  # here, where something has failed: every process imports this file
+    import json
+    import shutil
+    import sys
+    from pathlib import Path
+    from urllib.parse import urlsplit
+    from urllib.request import url2pathname
+
+    name, source = "overlord-data", Path(__file__).resolve().parents[2]
+    try:
+        recorded = importlib.metadata.distribution(name).read_text("direct_url.json")
+        origin = json.loads(recorded) if recorded else {}
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        origin = {}
+        if (source / "pyproject.toml").is_file():  # a checkout that is on the path and not installed
+            origin = {"url": source.as_uri(), "dir_info": {"editable": True}}
+    url, folder = origin.get("url", ""), origin.get("dir_info")
+    if folder is not None:
+        what = f"{'-e ' if folder.get('editable') else ''}'{url2pathname(urlsplit(url).path)}[{extra}]'"
+    elif version_control := origin.get("vcs_info"):
+        what = f"'{name}[{extra}] @ {version_control['vcs']}+{url}@{version_control['commit_id']}'"
+    else:
+        what = f"'{name}[{extra}] @ {url}'" if url else f"'{name}[{extra}]'"
+    here, pip = Path(sys.executable).parent, shutil.which("pip")
+    by = "pip" if pip is not None and Path(pip).parent == here else f"{sys.executable} -m pip"
+    return f"{by} install {what}"
 
 
 def joined(errors: Sequence[OverlordError]) -> OverlordError:

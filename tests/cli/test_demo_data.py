@@ -215,7 +215,7 @@ def test_the_demo_command_finds_the_generator_of_a_checkout_and_of_a_wheel(
     assert Path(load_generator().__file__).resolve() == here
     wheel = tmp_path / "site-packages" / "overlord"
     monkeypatch.setattr("overlord.cli.demo.__file__", str(wheel / "cli" / "demo.py"))
-    with pytest.raises(SpecError, match=r"data generator is neither .*_demo.* nor .*Install overlord-data again"):
+    with pytest.raises(SpecError, match=r"data generator is neither .*_demo.* nor .*Install overlord again"):
         load_generator()
     (wheel / "_demo").mkdir(parents=True)
     shutil.copy(here, wheel / "_demo" / here.name)

@@ -239,6 +239,19 @@ def test_offloading_tells_the_ranks_it_saves(ids_file: Path) -> None:
     assert words.startswith("Offloading saves no rank")
 
 
+def test_a_method_without_room_is_said(tmp_path: Path) -> None:
+    lengths = [350, 300, 200, 450, 450, 350, 200, 250, 300, 50, 50, 250]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"ids": [1] * length}) for length in lengths))
+    source = ol.Source("a", str(tmp_path / "a.jsonl"), sample=ol.Text("ids", tokenized=True), shuffle_bytes=0)
+    batch = ol.Batch(500, global_samples=12, microbatch_tokens=840, microbatches=2)
+    asked = ol.strategies.backbone_balance({"causal_lm": {"layers": 2, "hidden": 64}}, method="karmarkar_karp")
+    path = written(tmp_path, ol.Job([source], batch=batch), mesh=ol.ClientPlaceTree(dp=2), strategy=asked)
+    found = explained(path, "--steps", 2, "--no-measure")
+    (words,) = [note for note in found["notes"] if "karmarkar_karp" in note]
+    assert words.startswith("In 2 of 2 steps") and "karmarkar_karp would exceed batch.microbatch_tokens" in words
+    assert any("karmarkar_karp would exceed" in what for _, what in found["largest_sample"]["states"])
+
+
 def test_no_plan_is_told_as_such(ids_file: Path) -> None:
     found = explained(ids_file, "--strategy", "vanilla", "--no-measure")
     assert found["expected_speedup"] == 1.0

@@ -276,12 +276,31 @@ def test_global_loss_tokens_is_the_number_of_labels(mixed_job, ids_job, cache):
                     break
 
 
-def test_any_number_in_a_loss_mask_counts_once(tmp_path, cache):
+@pytest.mark.parametrize("mask", [[0, 1, 1], [False, True, True], [0.0, 1.0, 1.0], np.array([0, 1, 1], np.int8)])
+def test_a_loss_mask_of_any_type_says_which_tokens_count(tmp_path, cache, mask):
     path = write_ids(tmp_path / "s.jsonl", [5, 6])
-    job = text_job(path, None, sample=ol.Custom(lambda row: {"tokens": [1, 2, 3], "loss_mask": [0, 2, 300]}))
+    job = text_job(path, None, sample=ol.Custom(lambda row: {"tokens": [1, 2, 3], "loss_mask": mask}))
     with ol.launch(job, runtime="inline", cache=cache) as service:
         step = next(service.client())
         assert step.global_loss_tokens == sum(int((b["labels"] != -100).sum()) for b in step.microbatches) == 4
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"loss_mask": [0, 0.5, 1]}, "a loss_mask with 0.5 at token 1"),
+        ({"loss_mask": [0, 1, 300]}, "a loss_mask with 300 at token 2"),
+        ({"loss_mask": [0, 1, float("nan")]}, "a loss_mask with nan at token 2"),
+        ({"loss_mask": ["0", "1", "1"]}, "a loss_mask with 0 at token 0"),
+        ({"loss_masks": [0, 1, 1]}, "'loss_masks', which no batch would have.*Did you mean 'loss_mask'"),
+        ({"embedding": [0.1]}, "'embedding', which no batch would have; return 'tokens' and 'loss_mask' only"),
+    ],
+)
+def test_what_no_batch_would_have_of_a_custom_sample_is_refused(tmp_path, cache, more, words):
+    path = write_ids(tmp_path / "s.jsonl", [5] * 40)
+    job = text_job(path, None, sample=ol.Custom(lambda row: {"tokens": [1, 2, 3], **more}), tolerance=0.01)
+    with pytest.raises(ol.OverlordError, match=f"the custom function returned .*{words}"):
+        ol.launch(job, runtime="inline", cache=cache)
 
 
 def _launch_error(job, cache, **options) -> str:

@@ -180,6 +180,42 @@ def test_groups_are_used(kind):
     assert digest_of(kind, group_size=99) == digest_of(kind), "one group of all"
 
 
+TIGHT = [350, 300, 200, 450, 450, 350, 200, 250, 300, 50, 50, 250]
+"""Lengths that fit four microbatches of 840 tokens, but not with equal costs."""
+
+
+@pytest.mark.parametrize(("axis", "objective"), [("DP", "lockstep"), ("DP", "sum"), ("CP", "lockstep")])
+@pytest.mark.parametrize("method", ["karmarkar_karp", "zigzag"])
+def test_a_method_that_finds_no_room_and_becomes_greedy_says_so(method, axis, objective):
+    def balanced(cap, method):
+        buffer = ol.summary_buffer({"web": TIGHT}, context_length=500, microbatch_tokens=cap, microbatches=2)
+        graph = ol.DGraph.from_buffer(buffer, ol.ClientPlaceTree(dp=2)).distribute(axis).cost(lambda n: n * n)
+        return graph.balance(method, objective=objective)
+
+    roomy, tight = balanced(8000, method), balanced(840, method)
+    assert roomy.notes == roomy.plan().notes == balanced(8000, "greedy").notes == ()
+    (note,) = tight.notes
+    assert note == f"{method} would exceed batch.microbatch_tokens, so all pieces were placed greedily."
+    assert tight.plan().notes == (note,)
+    assert note.rstrip(".") in tight.edges[-1].detail
+    assert note.rstrip(".") in str(tight.trace(tight.buffer.draw.sample_id(0)))
+
+
+def test_groups_without_room_that_become_one_group_say_so():
+    buffer = ol.summary_buffer(
+        {"web": [60, 60, 60, 60, 40, 40, 40, 40]}, context_length=100, microbatch_tokens=100, microbatches=1
+    )
+
+    def notes_of(group_size, **named):
+        graph = ol.DGraph.from_buffer(buffer, ol.ClientPlaceTree(dp=4)).distribute("DP", group_size=group_size)
+        return graph.cost(ol.costs.tokens).balance(**named).plan().notes
+
+    assert notes_of(2) == notes_of(None) == notes_of(9) == ()
+    for level in ("interleaved", "intra"):
+        (note,) = notes_of(3, level=level)
+        assert note.startswith("groups of 3 buckets have no room") and "balanced as one group" in note
+
+
 @pytest.mark.parametrize("kind", ["DP", "CP"])
 def test_reorder_decides_the_order_in_a_microbatch(kind):
     assert digest_of(kind) == digest_of(kind, reorder=True) != digest_of(kind, reorder=False)

@@ -76,7 +76,7 @@ def load_generator() -> Any:
     if path is None:
         raise SpecError(
             f"the demo's data generator is neither {places[0]} nor {places[1]}; the demo has no data. Install "
-            "overlord-data again, or run `overlord demo` from a checkout."
+            "overlord again, or run `overlord demo` from a checkout."
         )
     spec = importlib.util.spec_from_file_location("overlord_demo_data", path)
     assert spec is not None and spec.loader is not None  # a .py file always has a loader

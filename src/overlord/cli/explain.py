@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from overlord.planning.balancing.hybrid import buddy_lpt, ranks_needed
 from overlord.planning.costs import Cost, CostModel, llama_12b, vit_2b
 from overlord.planning.strategies import Strategy, StrategySpec, costs_of, follows_reports, meets_once
 from overlord.readers.source_files import SourceFiles
+from overlord.reports import summary
 from overlord.reports.collecting import CollectedStep, Collector
 from overlord.reports.explanation import (
     BalanceFacts,
@@ -106,6 +108,7 @@ class Balance:
         self._crossing: list[int] = []
         self._image_tokens: list[int] = []
         self._offloaded: list[tuple[int, int, int, int]] = []
+        self._plan_notes: Counter[str] = Counter()
         self.first_step = 0
         self.free = False
         """Whether ranks have run free: with other numbers of microbatches than their neighbours, in any step."""
@@ -136,6 +139,7 @@ class Balance:
         self._sums.append((plan.total_tokens, plan.squared_tokens, plan.global_loss_tokens))
         self._add_images(plan, dealt)
         self._add_offloaded(plan)
+        self._plan_notes.update(plan.notes)
 
     @property
     def speedup(self) -> float:
@@ -182,6 +186,12 @@ class Balance:
             f"Offloading: {count:.3g} microbatches a step run on {ranks:.3g} ranks instead of {plain:.3g}, with "
             f"{moved / count / MILLION:.0%} of their activations on the host."
         ]
+
+    @property
+    def plan_notes(self) -> list[str]:
+        """Where steps are planned in another way than the strategy was asked to."""
+        steps = summary.number(len(self._counts), "step")
+        return [f"In {many} of {steps} {words}" for words, many in self._plan_notes.items()]
 
     def facts(self) -> list[BalanceFacts]:
         """Return the axes in reading order."""
@@ -673,7 +683,7 @@ def explain_job(
         )
         few = few_samples(job, tree)
         notes += [few] if few is not None else []
-        notes += balance.offloading
+        notes += balance.offloading + balance.plan_notes
         notes += context_notes(job, Path(launch.cache), full, skipped, met) + layout_advice(job, launch.layout)
         clips = any(isinstance(source.sample, Video) for source in job.sources)
         sources = source_facts(roles, collector, state, horizon)

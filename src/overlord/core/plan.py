@@ -95,6 +95,8 @@ class LoadingPlan:
     """Of a slice for one host: the ranks that it is enough for; None for the whole plan. See `PlanSlice`."""
     metrics: Mapping[str, float] | None = None
     """The report that the strategy followed; None where it followed none."""
+    notes: tuple[str, ...] = ()
+    """Where the strategy could not place pieces as it was asked to, in sentences; known where the plan is made."""
 
     def __repr__(self) -> str:
         shape = f"{self.num_buckets} {self.axis} buckets x {self.num_microbatches} microbatches"
@@ -404,7 +406,8 @@ class LoadingPlan:
                 for name in ("sample", "start", "length")
             )
         )
-        return dataclasses.replace(self, pieces=joined, bin_offsets=offsets, num_microbatches=sum(counts))
+        notes = tuple(dict.fromkeys(self.notes + other.notes))
+        return dataclasses.replace(self, pieces=joined, bin_offsets=offsets, num_microbatches=sum(counts), notes=notes)
 
 
 def order_in_bins(places: npt.NDArray[np.integer], priority: Int64s | None = None) -> Int64s:

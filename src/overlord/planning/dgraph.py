@@ -24,7 +24,7 @@ from overlord.core.samples import FILE_SHIFT, SampleId
 from overlord.core.spec_errors import did_you_mean, is_whole
 from overlord.errors import SpecError
 from overlord.job.layout_specs import piece_multiple, shape_of
-from overlord.planning.balancing.balance import Level, Method, Objective, check_names, place
+from overlord.planning.balancing.balance import Level, Method, Objective, check_names, in_words, place
 from overlord.planning.balancing.hybrid import Blocks, place_hybrid, spread_over_blocks
 from overlord.planning.balancing.methods import loads as loads_of
 from overlord.planning.balancing.microbatches import Placement, place_tokens
@@ -81,6 +81,8 @@ class DGraph:
     offload_layers: int = 0
     owner: LoadingPlan | None = field(default=None, repr=False)
     scope: Scope = "world"
+    notes: tuple[str, ...] = ()
+    """Where items are not placed as was asked for, as there is no room; in sentences."""
 
     @classmethod
     def from_buffer(cls, buffer: Buffer, tree: ClientPlaceTree, modality: Modality = "tokens") -> DGraph:
@@ -238,7 +240,7 @@ class DGraph:
                 self.items, self.costs, self.num_buckets, method, self.tree, self.owner, self.scope, self.group_size
             )
             detail = f"{_name(method)}: {len(self.items)} {self.modality} over {self.num_buckets} ranks"
-            return self._with("balance", detail, places=places, num_microbatches=1)
+            return self._with("balance", detail, places=places, num_microbatches=1, notes=())
         if self.axis == "CP":
             equal = objective in (None, "lockstep") if equal_counts is None else equal_counts
             equal = equal or self.tree.is_lockstep  # experts meet in every microbatch: a rank with fewer would hang
@@ -255,7 +257,10 @@ class DGraph:
             placed = place_tokens(self.buffer, self.items, self.costs, self.padded, self.tree, how)
             detail = f"{_name(method)}, {aim}, {where}: {placed.detail}"
         layers = 0 if offload is None else offload.layers
-        return self._with_placement("balance", detail, placed, reorder=reorder is not False, offload_layers=layers)
+        notes = in_words(placed.notes, _name(method), self.group_size)
+        return self._with_placement(
+            "balance", detail, placed, reorder=reorder is not False, offload_layers=layers, notes=notes
+        )
 
     def pack(self, method: PackMethod = "best_fit") -> DGraph:
         """Fill microbatches as full as they go, then give every bucket as many of them, those of like cost together.
@@ -282,7 +287,7 @@ class DGraph:
         self._need("placed", axis=True)
         _check_placed(self, num_microbatches)
         wide = _checked_places(places, len(self.items), self.num_buckets, num_microbatches)
-        return self._with("placed", detail, places=wide, num_microbatches=num_microbatches, reorder=False)
+        return self._with("placed", detail, places=wide, num_microbatches=num_microbatches, reorder=False, notes=())
 
     def broadcast_at(self, axis: str) -> DGraph:
         """Say that the trainer broadcasts along an axis ("TP", "CP" or "DP"): only its first rank fetches.
@@ -326,6 +331,7 @@ class DGraph:
         shape = (self.num_buckets, self.num_microbatches)
         plan = lay_out(self.buffer.draw, items, places, *shape, order=order, pad_multiple=self.pad_multiple)
         plan = plan.with_kind(self.axis, self.modality, self.broadcast)
+        extra |= {"notes": self.notes} if self.notes else {}
         plan = dataclasses.replace(plan, **extra) if extra else plan
         if self.counts is None:
             return plan
@@ -381,10 +387,18 @@ class DGraph:
         return dataclasses.replace(self, edges=(*self.edges, Edge(primitive, detail)), **changes)
 
     def _with_placement(
-        self, primitive: str, detail: str, placed: Placement, *, reorder: bool, offload_layers: int = 0
+        self,
+        primitive: str,
+        detail: str,
+        placed: Placement,
+        *,
+        reorder: bool,
+        offload_layers: int = 0,
+        notes: tuple[str, ...] = (),
     ) -> DGraph:
+        detail = "; ".join((detail, *(note.rstrip(".") for note in notes)))
         at = {"places": placed.places, "num_microbatches": placed.count, "cp_sizes": placed.cp_sizes}
-        kept = {"offload": placed.offload, "offload_layers": offload_layers}
+        kept = {"offload": placed.offload, "offload_layers": offload_layers, "notes": notes}
         return self._with(primitive, detail, reorder=reorder, counts=placed.counts, **at, **kept)
 
     def _costed(self, fn: CostFunction) -> DGraph:
@@ -485,7 +499,7 @@ def _trace_sample(graph: DGraph, sample: SampleId | str) -> Trace:
         if edge.primitive == "cost" and graph.costs is not None:
             detail = f"{', '.join(f'{int(c):,}' for c in graph.costs[items])} ({edge.detail})"
         if edge.primitive in ("balance", "pack") and graph.places is not None:
-            detail = "; ".join(_place(graph, int(item)) for item in items)
+            detail = "; ".join([_place(graph, int(item)) for item in items] + [n.rstrip(".") for n in graph.notes])
         states.append(State(edge.primitive, detail if len(items) else f"not in this graph ({edge.detail})"))
     if graph.places is not None and len(items):
         states.append(State("consumers", "; ".join(_consumers(graph, int(item)) for item in items)))

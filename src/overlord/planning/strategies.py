@@ -402,6 +402,25 @@ def follows_reports(strategy: Strategy | None) -> bool:
     return any(costs.takes_metrics(cost) for cost in known)
 
 
+def built_in(strategy: Strategy | None) -> bool:
+    """Whether a strategy is one of this file, with all its stages, and not a function of the user."""
+    if isinstance(strategy, curriculum):
+        return all(built_in(stage) for _, stage in strategy.stages)
+    return strategy is None or isinstance(strategy, StrategySpec)
+
+
+def encodes_apart(strategy: Strategy | None) -> frozenset[str]:
+    """Return which media a strategy spreads over ranks apart from their tokens in every step: "images", "audio".
+
+    Of a function of your own it is unknown. Clips are images here.
+    """
+    if isinstance(strategy, curriculum):
+        return frozenset.intersection(*(encodes_apart(stage) for _, stage in strategy.stages))
+    if not isinstance(strategy, vlm_hybrid):
+        return frozenset()
+    return frozenset({"images"} if strategy.audio is None else {"images", "audio"})
+
+
 def meets_once(strategy: Strategy | None) -> bool:
     """Whether a strategy balances for groups that meet once a step (`objective: sum`). A curriculum as its first."""
     if isinstance(strategy, curriculum):

@@ -19,7 +19,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from overlord.core.spec_errors import did_you_mean, nearest, unexpanded
-from overlord.errors import ReaderError, SourceError, SpecError, shortened
+from overlord.errors import ReaderError, SourceError, SpecError, pip_install, shortened
 from overlord.storage import StorageOptions, check_options, filesystem_of
 
 try:
@@ -349,7 +349,7 @@ def _hub_filesystem(url: str, options: StorageOptions) -> tuple[fs.FileSystem, s
     except ImportError as error:
         raise SpecError(
             f"the path {url!r} is on the Hugging Face Hub, which needs the package huggingface_hub; nothing can be "
-            "listed. Install it (`pip install overlord-data[hub]`), or download the dataset and give its folder."
+            f"listed. Install it (`{pip_install('hub')}`), or download the dataset and give its folder."
         ) from error
     try:
         hub = HfFileSystem(**chosen)

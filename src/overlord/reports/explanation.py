@@ -506,6 +506,7 @@ def graph_of(plan: LoadingPlan, buffer: Buffer, tree: ClientPlaceTree, cost: Cos
     return dataclasses.replace(
         graph,
         edges=(*graph.edges, edge),
+        notes=plan.notes,
         places=bins[order].astype(np.int64),
         num_microbatches=plan.num_microbatches,
         broadcast=plan.broadcast,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -20,8 +20,11 @@ from overlord.core.kernels import kernel
 from overlord.core.spec_errors import show
 from overlord.errors import OverlordError, PlanError, SpecError
 from overlord.planning.balancing.methods import (
+    ALL_GREEDY,
     NO_LIMIT,
+    SOME_GREEDY,
     Int64s,
+    Notes,
     Queue,
     balance_greedy,
     balance_karmarkar_karp,
@@ -38,13 +41,18 @@ Method = MethodName | Callable[..., npt.ArrayLike]
 """How items are assigned to bins: a name, or a function fn(costs, num_bins, sizes, capacity) -> bin of each item."""
 Objective = Literal["sum", "lockstep", "pipeline"]
 Level = Literal["inter", "intra", "interleaved"]
-Kernel = Callable[[Int64s, Int64s, int, int], Int64s | None]
+Kernel = Callable[[Int64s, Int64s, int, int, Notes], Int64s | None]
+"""A method: (costs, sizes, number of bins, capacity, notes) -> bin of each item, or None where they do not fit."""
+_NOT_ASKED = "not asked"
+"""The method had nothing to place: all items were needed to fill up microbatches beside those above an even share."""
+_ONE_GROUP = "one group"
+"""A group of buckets had no room for its items, so all buckets were balanced together."""
 
 _MOST_BINS = 1 << 28
 _SUM_BITS = 61
 """Bits of the sum of all costs, which stays below NO_LIMIT."""
 
-METHODS: dict[MethodName, Kernel] = {
+METHODS: dict[MethodName, Callable[..., Int64s | None]] = {
     "greedy": balance_greedy,
     "karmarkar_karp": balance_karmarkar_karp,
     "zigzag": balance_zigzag,
@@ -94,7 +102,7 @@ def balance(
         at = int(np.argmax(size > room))
         raise SpecError(f"balance: item {at} takes {size[at]}, a bin holds {room}; raise the capacity or cut the item.")
     kernel = kernel_of("balance", method, given_capacity=capacity)
-    bins = kernel(cost, size, num_bins, room) if len(cost) else np.zeros(0, np.int64)
+    bins = kernel(cost, size, num_bins, room, set()) if len(cost) else np.zeros(0, np.int64)
     if bins is None:
         by = "" if isinstance(method, str) else f" as {_name(method)} places them"
         raise PlanError(
@@ -116,6 +124,7 @@ def place(
     level: Level = "interleaved",
     group_size: int | None = None,
     stages: int = 1,
+    notes: Notes | None = None,
 ) -> Int64s | None:
     """Return bucket * num_microbatches + microbatch of each item, or None where the items do not fit.
 
@@ -140,6 +149,7 @@ def place(
         group_size: Buckets are taken in groups of so many: items are dealt to the groups by cost, then each
             group is balanced by itself ("intra": inside each run). Where one has no room, all buckets are one group.
         stages: Pipeline stages, for the objective "pipeline".
+        notes: Gets where the method or the groups could not be used; `in_words` reads it.
 
     Raises:
         SpecError: An argument, or what the function returned, is invalid.
@@ -163,10 +173,43 @@ def place(
     # A capacity above the sum of sizes limits nothing; clipping it keeps products inside int64.
     capacity = min(capacity, int(sizes.sum()))
     placer = _Placer(num_microbatches, capacity, method, kernel, objective, level, groups, stages)
+    noted: Notes = set() if notes is None else notes
     if level == "intra":
-        return placer.by_runs(costs, sizes, num_buckets)
-    places = placer.by_groups(costs, sizes, num_buckets)
-    return placer.place(costs, sizes, num_buckets) if places is None else places
+        return placer.by_runs(costs, sizes, num_buckets, noted)
+    if placer.has_groups(num_buckets):
+        places = placer.by_groups(costs, sizes, num_buckets, noted)
+        if places is not None:
+            return places
+        noted.clear()
+        noted.add(_ONE_GROUP)
+    return placer.place(costs, sizes, num_buckets, noted)
+
+
+def in_words(notes: Collection[str], method: str, group_size: int | None = None) -> tuple[str, ...]:
+    """Return sentences on where a placement is another than was asked for.
+
+    Example:
+        >>> in_words({ALL_GREEDY}, "zigzag")
+        ('zigzag would exceed batch.microbatch_tokens, so all pieces were placed greedily.',)
+    """
+    words = {
+        ALL_GREEDY: f"{method} would exceed batch.microbatch_tokens, so all pieces were placed greedily.",
+        SOME_GREEDY: f"where {method} would exceed batch.microbatch_tokens, pieces were placed greedily.",
+        _NOT_ASKED: f"{method} had nothing to place: in lockstep a piece above an even share sets the height of its "
+        "microbatch, and all others fill up these.",
+        _ONE_GROUP: f"groups of {group_size} buckets have no room for their pieces under batch.microbatch_tokens, so "
+        "all buckets were balanced as one group.",
+    }
+    hidden = {SOME_GREEDY} if ALL_GREEDY in notes else set()
+    return tuple(sentence for note, sentence in words.items() if note in notes and note not in hidden)
+
+
+def _note_parts(notes: Notes, parts: Sequence[Notes]) -> None:
+    """Note of all items what was noted of parts of them."""
+    for note in set[str]().union(*parts):
+        whole = note not in (ALL_GREEDY, _NOT_ASKED) or all(note in part for part in parts)
+        if whole or note == ALL_GREEDY:
+            notes.add(note if whole else SOME_GREEDY)
 
 
 def check_names(objective: Objective | None, level: Level | None) -> None:
@@ -189,27 +232,39 @@ class _Placer:
     group_size: int | None
     stages: int
 
-    def place(self, costs: Int64s, sizes: Int64s, num_buckets: int) -> Int64s | None:
+    def place(self, costs: Int64s, sizes: Int64s, num_buckets: int, notes: Notes) -> Int64s | None:
         """Place items without groups of buckets."""
+        of_flat: Notes = set()
+        of_even: Notes = set()
         if self.level == "inter" or self.objective == "sum":
-            places = self._by_buckets(costs, sizes, num_buckets)
-            return self._by_bins(costs, sizes, num_buckets) if places is None else places
-        flat = self._by_bins(costs, sizes, num_buckets)
-        if self.objective == "lockstep" or flat is None:
-            return flat
-        # Bins of similar load are best where many items share a bin. Where one item is most of a bucket, even buckets
-        # are.
-        even = self._by_buckets(costs, sizes, num_buckets)
-        if even is None:
-            return flat
-        times = [self._pipeline_time(costs, one, num_buckets) for one in (flat, even)]
-        return flat if times[0] <= times[1] else even
+            places = self._by_buckets(costs, sizes, num_buckets, of_even)
+            if places is None:
+                places = self._by_bins(costs, sizes, num_buckets, of_flat)
+                of_even = of_flat
+            notes |= of_even
+            return places
+        flat = self._by_bins(costs, sizes, num_buckets, of_flat)
+        even = None
+        if self.objective == "pipeline" and flat is not None:
+            # Bins of similar load are best where many items share a bin. Where one item is most of a bucket, even
+            # buckets are.
+            even = self._by_buckets(costs, sizes, num_buckets, of_even)
+        if flat is not None and even is not None:
+            times = [self._pipeline_time(costs, one, num_buckets) for one in (flat, even)]
+            if times[1] < times[0]:
+                notes |= of_even
+                return even
+        notes |= of_flat
+        return flat
 
-    def by_groups(self, costs: Int64s, sizes: Int64s, num_buckets: int) -> Int64s | None:
-        """Deal items to groups of buckets by cost, then place each group by itself; None without groups or room."""
+    def has_groups(self, num_buckets: int) -> bool:
+        """Whether buckets are balanced in groups."""
+        return self.group_size is not None and self.group_size < num_buckets
+
+    def by_groups(self, costs: Int64s, sizes: Int64s, num_buckets: int, notes: Notes) -> Int64s | None:
+        """Deal items to groups of buckets by cost, then place each group by itself; None without room."""
         group_size = self.group_size
-        if group_size is None or group_size >= num_buckets:
-            return None
+        assert group_size is not None
         starts = np.arange(0, num_buckets, group_size)
         widths = np.minimum(group_size, num_buckets - starts)
         # A group with fewer buckets starts with the load that the missing ones would have.
@@ -222,55 +277,61 @@ class _Placer:
         groups = queue.in_order()
         order = np.argsort(groups, kind="stable")
         ends = np.searchsorted(groups[order], np.arange(len(starts) + 1))
-        places = np.empty(len(costs), np.int64)
+        places, parts = np.empty(len(costs), np.int64), list[Notes]()
         for group, (start, width) in enumerate(zip(starts.tolist(), widths.tolist(), strict=True)):
             mine = order[ends[group] : ends[group + 1]]
-            found = self.place(costs[mine], sizes[mine], width)
+            parts.append(set())
+            found = self.place(costs[mine], sizes[mine], width, parts[-1])
             if found is None:
                 return None
             places[mine] = found + start * self.num_microbatches
+        _note_parts(notes, parts)
         return places
 
-    def by_runs(self, costs: Int64s, sizes: Int64s, num_buckets: int) -> Int64s | None:
+    def by_runs(self, costs: Int64s, sizes: Int64s, num_buckets: int, notes: Notes) -> Int64s | None:
         """Cut items into runs in drawing order, then balance each run over the buckets."""
         ends = _equal_runs(sizes, self.num_microbatches, num_buckets * self.capacity)
         if ends is None:
             return None
         places = np.empty(len(costs), np.int64)
         sums = np.zeros(num_buckets, np.int64)
-        single = dataclasses.replace(self, num_microbatches=1)
+        single, parts = dataclasses.replace(self, num_microbatches=1), list[Notes]()
         for microbatch in range(self.num_microbatches):
-            run = slice(int(ends[microbatch]), int(ends[microbatch + 1]))
-            bins = single.by_groups(costs[run], sizes[run], num_buckets)
+            run, noted, bins = slice(int(ends[microbatch]), int(ends[microbatch + 1])), Notes(), None
+            if single.has_groups(num_buckets):
+                bins = single.by_groups(costs[run], sizes[run], num_buckets, noted)
+                noted = {_ONE_GROUP} if bins is None else noted
             if bins is None:
-                bins = self.kernel(costs[run], sizes[run], num_buckets, self.capacity)
+                bins = self.kernel(costs[run], sizes[run], num_buckets, self.capacity, noted)
             if bins is None:
                 return None
+            parts.append(noted)
             load = loads(costs[run], bins, num_buckets)
             buckets = np.empty(num_buckets, np.int64)
             buckets[np.argsort(-load, kind="stable")] = np.argsort(sums, kind="stable")
             sums[buckets] += load
             places[run] = buckets[bins] * self.num_microbatches + microbatch
+        _note_parts(notes, parts)
         return places
 
-    def _by_bins(self, costs: Int64s, sizes: Int64s, num_buckets: int) -> Int64s | None:
+    def _by_bins(self, costs: Int64s, sizes: Int64s, num_buckets: int, notes: Notes) -> Int64s | None:
         """Place items into D * M bins, then deal the bins to buckets."""
         num_bins = num_buckets * self.num_microbatches
         if self.objective == "lockstep" and isinstance(self.method, str):
             spread = None if self.method == "greedy" else self.kernel
-            bins = fill_slabs(costs, sizes, num_buckets, self.num_microbatches, self.capacity, spread)
+            bins = fill_slabs(costs, sizes, num_buckets, self.num_microbatches, self.capacity, spread, notes)
         else:
-            bins = self.kernel(costs, sizes, num_bins, self.capacity)
+            bins = self.kernel(costs, sizes, num_bins, self.capacity, notes)
         if bins is None:
             return None
         stages = self.stages if self.objective == "pipeline" else 1
         places = deal_slabs(loads(costs, bins, num_bins), num_buckets, self.num_microbatches, stages)
         return self._in_schedule_order(places)[bins]
 
-    def _by_buckets(self, costs: Int64s, sizes: Int64s, num_buckets: int) -> Int64s | None:
+    def _by_buckets(self, costs: Int64s, sizes: Int64s, num_buckets: int, notes: Notes) -> Int64s | None:
         """Balance over buckets, then inside each over its microbatches."""
         count = self.num_microbatches
-        buckets = self.kernel(costs, sizes, num_buckets, count * self.capacity)
+        buckets = self.kernel(costs, sizes, num_buckets, count * self.capacity, notes)
         if buckets is None:
             return None
         order = largest_first(costs)
@@ -280,12 +341,15 @@ class _Placer:
         failed = np.arange(num_buckets)
         if self.method == "greedy":
             bins[items], failed = _fill_each(costs[items], sizes[items], ends, count, self.capacity)
+        parts = list[Notes]()
         for bucket in failed:
             mine = np.sort(items[ends[bucket] : ends[bucket + 1]])
-            found = self.kernel(costs[mine], sizes[mine], count, self.capacity)
+            parts.append(set())
+            found = self.kernel(costs[mine], sizes[mine], count, self.capacity, parts[-1])
             if found is None:
                 return None
             bins[mine] = found
+        _note_parts(notes, parts)
         load = loads(costs, buckets * count + bins, num_buckets * count).reshape(num_buckets, count)
         rank = np.argsort(np.argsort(-load, axis=1, kind="stable"), axis=1, kind="stable")
         places = (np.arange(num_buckets)[:, None] * count + rank).ravel()
@@ -367,7 +431,7 @@ def kernel_of(where: str, method: Method, given_capacity: int | None) -> Kernel:
         )
     function = method
 
-    def ask(costs: Int64s, sizes: Int64s, num_bins: int, capacity: int) -> Int64s | None:
+    def ask(costs: Int64s, sizes: Int64s, num_bins: int, capacity: int, notes: Notes) -> Int64s | None:
         limit = None if given_capacity is None else capacity
         try:
             answer = np.asarray(function(_frozen(costs), num_bins, _frozen(sizes), limit))
@@ -484,11 +548,13 @@ def fill_slabs(
     num_buckets: int,
     num_microbatches: int,
     capacity: int,
-    spread: Callable[[Int64s, Int64s, int, int], Int64s | None] | None = None,
+    spread: Kernel | None = None,
+    notes: Notes | None = None,
 ) -> Int64s | None:
     """Return the bin of each item in D * M bins that make even slabs, or None where the items do not fit.
 
-    The bins still have to be dealt to buckets (`deal_slabs`). `spread` fills the even slabs; None is greedy.
+    The bins still have to be dealt to buckets (`deal_slabs`). `spread` fills the even slabs; None is greedy. `notes`
+    tells where it could not.
 
     Example:
         >>> fill_slabs(np.array([9, 4, 3, 2, 1, 1]), np.ones(6, np.int64), 2, 2, 3).tolist()
@@ -498,6 +564,7 @@ def fill_slabs(
     if not fits_at_all(sizes, num_bins, capacity):
         return None
     best, least = None, NO_LIMIT
+    noted: Notes = set()
     ways = (_SPREAD,) if spread else (_EVENLY, _BY_SLAB) if len(costs) <= SMALL else (_EVENLY,)
     for way in ways:
         queue = Queue(costs, sizes)
@@ -505,14 +572,21 @@ def fill_slabs(
         bins = queue.in_order()
         if spread and slab < num_microbatches:
             rest = np.flatnonzero(bins < 0)
-            found = spread(costs[rest], sizes[rest], num_bins - slab * num_buckets, capacity)
+            found = spread(costs[rest], sizes[rest], num_bins - slab * num_buckets, capacity, noted)
             if found is not None:
                 bins[rest] = found + slab * num_buckets
+        elif spread:
+            noted.add(_NOT_ASKED)
         if bins.min(initial=0) >= 0:
             height = slab_heights(loads(costs, bins, num_bins), num_buckets)
             if height < least:
                 best, least = bins, height
-    return balance_greedy(costs, sizes, num_bins, capacity) if best is None else best
+    if best is None:
+        noted = {ALL_GREEDY} if spread else noted
+        best = balance_greedy(costs, sizes, num_bins, capacity)
+    if notes is not None:
+        notes |= noted
+    return best
 
 
 def slab_heights(load: Int64s, num_buckets: int) -> int:

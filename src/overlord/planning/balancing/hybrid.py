@@ -15,6 +15,7 @@ Two ways to place items, which `hybrid_microbatches` chooses by what is made sma
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +34,7 @@ from overlord.planning.balancing.balance import Method, Objective, kernel_of
 from overlord.planning.balancing.methods import (
     NO_LIMIT,
     Int64s,
+    Notes,
     Queue,
     fill,
     fill_in_turn,
@@ -106,10 +108,10 @@ def place_hybrid(
     places, widths = placed.first_rank.astype(np.int64) * most + placed.microbatch, placed.cp_size.astype(np.int64)
     detail = f"blocks of 1 to {int(widths.max(initial=1))} of {ranks} ranks, at most {most} microbatches"
     if offload is None:
-        return Placement(places, most, widths, counts, detail)
+        return Placement(places, most, widths, counts, detail, notes=placed.notes)
     shares = _offloaded(places, widths, lengths, ranks * most, cap, offload.layers)
     detail += f", {len(np.unique(places[shares > 0]))} of them with activations on the host"
-    return Placement(places, most, widths, counts, detail, shares)
+    return Placement(places, most, widths, counts, detail, shares, placed.notes)
 
 
 def _rooms(lengths: Int64s, cap: int, blocks: Blocks, offload: Offload) -> Int64s:
@@ -157,6 +159,8 @@ class HybridPlacement:
     """Of each item: the number of its microbatch on every rank of its block."""
     num_microbatches: Int32s
     """Of each rank; some of them may be empty."""
+    notes: frozenset[str] = frozenset()
+    """Where the method could not be used: see `balance.in_words`."""
 
     def loads(self, costs: Int64s) -> Int64s:
         """Return the cost of every microbatch as one rank bears it: [rank, microbatch]."""
@@ -267,7 +271,7 @@ def hybrid_microbatches(
         counts = np.full(num_ranks, count)
     elif equal_counts:
         counts = np.full(num_ranks, counts.max(initial=0))
-    return HybridPlacement(best.first_rank, best.cp_size, best.microbatch, counts.astype(np.int32))
+    return dataclasses.replace(best, num_microbatches=counts.astype(np.int32))
 
 
 @dataclass(frozen=True)
@@ -296,7 +300,8 @@ class _Problem:
         return int(GOOD * (int(self.costs.sum()) / self.num_ranks))
 
     def result(self, first: Int64s, width: Int64s, microbatch: Int64s, counts: Int64s) -> HybridPlacement:
-        return HybridPlacement(*(one.astype(np.int32) for one in (first, width, microbatch, counts)))
+        columns = [one.astype(np.int32) for one in (first, width, microbatch, counts)]
+        return HybridPlacement(columns[0], columns[1], columns[2], columns[3])
 
 
 # Nested blocks: every rank of a block has the same microbatches before it.
@@ -330,7 +335,7 @@ def buddy_lpt(
             blocks = queue.in_order()
         else:
             taken = share * 0 if tokens is None else tokens[mine]
-            bins = kernel_of("balance", method, None)(share, taken, len(block_load), NO_LIMIT)
+            bins = kernel_of("balance", method, None)(share, taken, len(block_load), NO_LIMIT, set())
             assert bins is not None  # bins without a limit hold everything
             block_of, added = np.empty(len(block_load), np.int64), loads(share, bins, len(block_load))
             block_of[largest_first(added)] = np.argsort(block_load, kind="stable")
@@ -453,7 +458,8 @@ def _rounds(problem: _Problem, blocks: Int64s, shared: Int64s, count: int) -> tu
     """Place items in so many rounds; return the lockstep time and the placement, or None where tokens do not fit."""
     num_ranks = problem.num_ranks
     widths = np.concatenate((shared, np.ones(num_ranks * count - int(shared.sum()), np.int64)))
-    filled = _filled(problem, blocks, widths, len(shared))
+    notes: Notes = set()
+    filled = _filled(problem, blocks, widths, len(shared), notes)
     if filled is None:
         return None
     heights = -(-loads(problem.costs, filled, len(widths)) // widths)
@@ -475,7 +481,8 @@ def _rounds(problem: _Problem, blocks: Int64s, shared: Int64s, count: int) -> tu
     index, rank = spread_over_blocks(first[used], widths[used], 1)
     counts = np.zeros(num_ranks, np.int64)  # up to the last microbatch that holds an item
     np.maximum.at(counts, rank, rounds[used][index] + 1)
-    return int(highest.sum()), problem.result(first[filled], widths[filled], rounds[filled], counts)
+    placed = problem.result(first[filled], widths[filled], rounds[filled], counts)
+    return int(highest.sum()), dataclasses.replace(placed, notes=frozenset(notes))
 
 
 def _small_at_the_ends(count: int) -> Int64s:
@@ -544,10 +551,11 @@ def _open_blocks(
     return count
 
 
-def _filled(problem: _Problem, blocks: Int64s, widths: Int64s, shared: int) -> Int64s | None:
+def _filled(problem: _Problem, blocks: Int64s, widths: Int64s, shared: int, notes: Notes) -> Int64s | None:
     """Give the items of one rank their blocks, so that all blocks get the same height; None where tokens do not fit.
 
     The first `shared` of the blocks are of several ranks and have theirs. `blocks` is that of each item, -1 for none.
+    `notes` gets where another method than greedy could not be used.
     """
     costs, lengths, cap = problem.costs, problem.lengths, problem.cap
     rest, placed = np.flatnonzero(blocks < 0), np.flatnonzero(blocks >= 0)
@@ -555,7 +563,8 @@ def _filled(problem: _Problem, blocks: Int64s, widths: Int64s, shared: int) -> I
     if problem.method != "greedy":  # other methods know bins of one kind only
         bins = len(widths) - shared
         fits = 0 < int(lengths[rest].sum()) <= bins * cap  # what fits in no way is not asked: a function may refuse it
-        found = kernel_of("balance", problem.method, cap)(costs[rest], lengths[rest], bins, cap) if fits else None
+        ask = kernel_of("balance", problem.method, cap)
+        found = ask(costs[rest], lengths[rest], bins, cap, notes) if fits else None
         if found is not None:
             blocks[rest] = shared + found
         return None if len(rest) and found is None else blocks

@@ -29,6 +29,12 @@ Int64s = npt.NDArray[np.int64]
 
 NO_LIMIT = 1 << 62
 """Larger than any load or capacity: totals are checked to stay below."""
+Notes = set[str]
+"""How a placement differs from what was asked for: `SOME_GREEDY`, `ALL_GREEDY` and others of `balance`."""
+SOME_GREEDY = "some greedy"
+"""Some items had no room where the method put them, and were placed greedily."""
+ALL_GREEDY = "all greedy"
+"""The same of all items."""
 _DIGIT_BITS = 11
 _ROUNDS = 4
 _SKIPS = 32
@@ -37,11 +43,14 @@ _SKIPS = 32
 _inner = functools.partial(kernel, _nrt=False)
 
 
-def balance_greedy(costs: Int64s, sizes: Int64s, num_bins: int, capacity: int) -> Int64s | None:
+def balance_greedy(
+    costs: Int64s, sizes: Int64s, num_bins: int, capacity: int, notes: Notes | None = None
+) -> Int64s | None:
     """Return the bin of each item, or None where the items do not fit.
 
     Items are placed by falling cost. If an item then has no room, they are placed by falling size; if that fails, by
-    first fit decreasing, which always succeeds while the items take at most half of all room.
+    first fit decreasing, which always succeeds while the items take at most half of all room. There is nothing to note:
+    the parameter is that of every method.
 
     Example:
         >>> balance_greedy(np.array([5, 4, 3, 2]), np.zeros(4, np.int64), 2, 0).tolist()
@@ -64,7 +73,9 @@ def balance_greedy(costs: Int64s, sizes: Int64s, num_bins: int, capacity: int) -
     return bins
 
 
-def place_rest(costs: Int64s, sizes: Int64s, num_bins: int, capacity: int, bins: Int64s) -> Int64s | None:
+def place_rest(
+    costs: Int64s, sizes: Int64s, num_bins: int, capacity: int, bins: Int64s, notes: Notes | None = None
+) -> Int64s | None:
     """Place the items without a bin (-1) greedily; if they do not fit, place all items again from scratch."""
     rest = np.flatnonzero(bins < 0)
     if len(rest) == 0:
@@ -73,6 +84,8 @@ def place_rest(costs: Int64s, sizes: Int64s, num_bins: int, capacity: int, bins:
     _add_up(costs, sizes, bins, load, room)
     queue = Queue(costs[rest], sizes[rest])
     fill(*queue.arrays, NO_LIMIT, load, room, queue.bins, 0)
+    if notes is not None:
+        notes.add(SOME_GREEDY if queue.is_empty else ALL_GREEDY)
     if not queue.is_empty:
         return balance_greedy(costs, sizes, num_bins, capacity)
     bins[rest] = queue.in_order()
@@ -445,11 +458,13 @@ def _best_exchange(
 # Karmarkar-Karp.
 
 
-def balance_karmarkar_karp(costs: Int64s, sizes: Int64s, num_bins: int, capacity: int) -> Int64s | None:
+def balance_karmarkar_karp(
+    costs: Int64s, sizes: Int64s, num_bins: int, capacity: int, notes: Notes | None = None
+) -> Int64s | None:
     """Return the bin of each item by largest differencing, or None where the items do not fit.
 
     Differencing ignores the capacity. The cheapest items of overfull bins are removed and placed greedily; if that
-    fails, all items are placed greedily.
+    fails, all items are placed greedily. `notes` tells of both.
 
     Example:
         >>> balance_karmarkar_karp(np.array([8, 7, 6, 5, 4]), np.zeros(5, np.int64), 2, 0).tolist()
@@ -463,7 +478,7 @@ def balance_karmarkar_karp(costs: Int64s, sizes: Int64s, num_bins: int, capacity
     bins = np.empty(len(costs), np.int64)
     bins[order] = _difference(costs[order], num_bins)
     _give_up(sizes, order, num_bins, capacity, bins)
-    return place_rest(costs, sizes, num_bins, capacity, bins)
+    return place_rest(costs, sizes, num_bins, capacity, bins, notes)
 
 
 @kernel
@@ -622,10 +637,12 @@ def _number_bins(leader: Int64s) -> Int64s:
 # Zigzag and round-robin.
 
 
-def balance_zigzag(costs: Int64s, sizes: Int64s, num_bins: int, capacity: int) -> Int64s | None:
+def balance_zigzag(
+    costs: Int64s, sizes: Int64s, num_bins: int, capacity: int, notes: Notes | None = None
+) -> Int64s | None:
     """Return the bin of each item, dealt largest first to bins 0 .. k-1, k-1 .. 0, ..; None without room.
 
-    A full bin is skipped; an item that fits none of the next bins is placed greedily.
+    A full bin is skipped; an item that fits none of the next bins is placed greedily, which `notes` tells.
 
     Example:
         >>> balance_zigzag(np.array([5, 4, 3, 2]), np.zeros(4, np.int64), 2, 0).tolist()
@@ -636,7 +653,7 @@ def balance_zigzag(costs: Int64s, sizes: Int64s, num_bins: int, capacity: int) -
     order = largest_first(costs)
     bins = np.full(len(costs), -1, np.int64)
     _deal_zigzag(sizes, order, num_bins, capacity, bins)
-    return place_rest(costs, sizes, num_bins, capacity, bins)
+    return place_rest(costs, sizes, num_bins, capacity, bins, notes)
 
 
 def deal(sizes: Int64s, num_buckets: int, capacity: int) -> tuple[Int64s, Int64s]:

@@ -13,6 +13,7 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import PlanError
 from overlord.planning.balancing.methods import (
     Int64s,
+    Notes,
     loads,
 )
 
@@ -35,6 +36,8 @@ class Placement:
     detail: str = ""
     offload: Int64s | None = None
     """Which share of the activations of each item's microbatch waits on the host, in millionths."""
+    notes: frozenset[str] = frozenset()
+    """Where this is another placement than was asked for: see `balance.in_words`."""
 
 
 def least_labels(buffer: Buffer, items: Pieces) -> Int64s:
@@ -131,9 +134,11 @@ def place_tokens(
     """
     limits, multiple, num_buckets = buffer.limits, tree.microbatch_multiple, tree.dp
     labels = least_labels(buffer, items)
+    notes = dict[int, Notes]()
 
     def placed(count: int) -> Int64s | None:
-        places = how(costs, sizes, num_buckets, count, limits.microbatch_tokens, stages=tree.pp)
+        noted = notes[count] = set[str]()
+        places = how(costs, sizes, num_buckets, count, limits.microbatch_tokens, stages=tree.pp, notes=noted)
         bins = num_buckets * count
         return None if places is None else spread_labels(places, labels, sizes, bins, limits.microbatch_tokens)
 
@@ -152,7 +157,7 @@ def place_tokens(
             if unlabelled(found, fewer) < unlabelled(places, count):
                 places, count = found, fewer
             fewer -= multiple
-        return Placement(places, count, detail=f"{count} microbatches a bucket")
+        return Placement(places, count, detail=f"{count} microbatches a bucket", notes=frozenset(notes[count]))
     raise no_room(buffer, sizes, num_buckets)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from overlord.core.ragged import Kind, RowBatch, offsets_of
-from overlord.errors import SourceError
+from overlord.errors import SourceError, pip_install
 from overlord.readers.files import StoredFile
 from overlord.readers.hooked.examples import RECORD, Bytes, example_columns, example_rows, require_features
 from overlord.readers.index import file_identity
@@ -102,7 +102,7 @@ def _opened(file: StoredFile) -> Iterator[Any]:
     except ImportError as error:
         raise SourceError(
             f"{file.path} is an ArrayRecord file, which needs the package array-record; it cannot be read. Install it "
-            "(`pip install overlord-data[array-record]`)."
+            f"(`{pip_install('array-record')}`)."
         ) from error
     if not file.is_local:
         raise SourceError(

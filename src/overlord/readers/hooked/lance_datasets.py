@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from overlord.core.ragged import Kind, RowBatch
-from overlord.errors import SourceError
+from overlord.errors import SourceError, pip_install
 from overlord.readers.arrow import kinds_of_schema, require_columns, to_rows, validate_columns
 from overlord.readers.files import StoredFile, version_of_manifest
 from overlord.readers.reader import BLOCK_BYTES, BlockIndex, DamagedFile, SeekableReader
@@ -101,7 +101,7 @@ def _open(file: StoredFile) -> Any:
     except ImportError as error:
         raise SourceError(
             f"{file.path} is of a Lance dataset, which needs the package pylance; it cannot be read. Install it "
-            "(`pip install overlord-data[lance]`)."
+            f"(`{pip_install('lance')}`)."
         ) from error
     if not file.is_local:
         raise SourceError(

@@ -31,7 +31,7 @@ from overlord.job.reconcile import reconcile_state, unweighted
 from overlord.job.sample_specs import ImageSpec
 from overlord.job.specs import Audio, Chat, ImageText, Job, Source, Text, Video, stream_parts
 from overlord.planning.checking import run_strategy
-from overlord.planning.strategies import backbone_balance
+from overlord.planning.strategies import backbone_balance, built_in, encodes_apart
 from overlord.planning.warm import warm_kernels, warm_launch
 from overlord.readers.index import IndexCache
 from overlord.readers.join import JoinedColumns
@@ -122,6 +122,34 @@ def media_shape(job: Job) -> MediaShape:
     patch, merge, temporal = next(iter(vision), (0, 1, 1))
     mels, frames = next(iter(sounds), (0, 0))
     return MediaShape(3 * temporal * patch**2, merge, mels, frames)
+
+
+def check_mesh(job: Job, options: ServiceOptions, mesh: ClientPlaceTree) -> None:
+    """Refuse a mesh that does not fit a job, and meshes of modules that no strategy would look at."""
+    if mesh.modules and built_in(options.strategy):
+        names = ", ".join(dict(mesh.modules))
+        raise SpecError(
+            f"mesh: modules has {names}, and the strategies of overlord place media on the ranks of the whole mesh; it "
+            "would be ignored. Leave modules out, or use a strategy of your own that asks for tree.module(..)."
+        )
+    check_multiples(job, options.layout, mesh)
+
+
+def check_decoding(job: Job, options: ServiceOptions, trainer_hosts: int) -> None:
+    """Refuse a place of decoding that loaders on their way to several hosts of trainers would not look at."""
+    kinds = _media_kinds(job)
+    if options.placement == "constructor" and trainer_hosts > 1 and kinds and kinds <= encodes_apart(options.strategy):
+        raise SpecError(
+            f"launch: placement is 'constructor', the strategy encodes media apart from their tokens, and trainers run "
+            f"on {trainer_hosts} hosts, which must know alike which media decode: loaders decode all of them, so "
+            "placement would be ignored. Leave it out, or use a strategy that encodes media where their tokens are."
+        )
+
+
+def _media_kinds(job: Job) -> set[str]:
+    """Return the media that a job has, as `encodes_apart` calls them."""
+    sounds = any(isinstance(source.sample, Audio) for source in job.sources)
+    return ({"images"} if _vision(job) else set()) | ({"audio"} if sounds else set())
 
 
 def check_multiples(job: Job, layout: Layout, mesh: ClientPlaceTree) -> None:
@@ -561,7 +589,7 @@ def start_planner(
 
     @functools.lru_cache(maxsize=16)
     def limits(tree: ClientPlaceTree) -> Limits:
-        check_multiples(job, options.layout, tree)
+        check_mesh(job, options, tree)
         return limits_of(job, options.layout, tree)
 
     start = PlannerStart(
@@ -621,7 +649,12 @@ def check_launch(job: Job, options: ServiceOptions) -> None:
         )
     if options.loaders_per_source < 1:
         raise SpecError(f"loaders_per_source is {options.loaders_per_source}; no source would be read. Use 1 or more.")
-    check_multiples(job, options.layout, options.mesh)
+    check_mesh(job, options, options.mesh)
+    if options.placement != "auto" and not _media_kinds(job):
+        raise SpecError(
+            f"launch: placement is {options.placement!r}, and no source of the job has images, clips or sounds; it "
+            "would be ignored. Leave placement out."
+        )
     media_shape(job)
 
 

@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable
 
-from overlord.errors import SpecError
+from overlord.errors import SpecError, pip_install
 from overlord.runtimes.supervision.child import LIMITS
 from overlord.runtimes.supervision.early_start import start_python
 
@@ -137,7 +137,7 @@ def needs_library(name: str | None) -> SpecError:
     """Return the error for a library of the page that is not installed."""
     return SpecError(
         f"the page needs {name}, which is not installed; nothing is served. Run "
-        "`pip install 'overlord-data[dashboard]'`, or leave the page out."
+        f"`{pip_install('dashboard')}`, or leave the page out."
     )
 
 

@@ -45,7 +45,7 @@ import msgspec
 
 from overlord.core.client_messages import Beat, Failure, GetStatus, Request
 from overlord.core.messages import ServiceOptionsKept, ServiceProgress, ServiceReady, ServiceStarts
-from overlord.errors import ClosedError, Fenced, OverlordError, Rewound, ServiceLost, SpecError, StoreError
+from overlord.errors import ClosedError, Fenced, OverlordError, Rewound, ServiceLost, SpecError, StoreError, pip_install
 from overlord.job.specs import Job
 from overlord.roles.client import Client
 from overlord.runtimes.client_feed import STARTING, ask_once, connect, write_failure, write_start
@@ -655,7 +655,7 @@ def ray_service(job: Job, options: ServiceOptions, progress: Progress | None) ->
     if importlib.util.find_spec("ray") is None:
         raise SpecError(
             "launch: runtime is 'ray', and Ray is not installed; nothing could run. Install it with "
-            "`pip install 'overlord-data[ray]'`, or use runtime='local' on one host."
+            f"`{pip_install('ray')}`, or use runtime='local' on one host."
         )
     found = importlib.metadata.version("ray")
     if tuple(int(part) for part in found.split(".")[:2] if part.isdecimal()) < LEAST_RAY:

@@ -517,8 +517,8 @@ class Supervisor:
         except PeerGone as error:
             raise ServiceLost(
                 f"the {one.site.name} did not start on {one.site.node.name} ({error}); nothing could run. Its last "
-                "messages stand above. On a cluster: is that the one you meant, and is the same version of "
-                "overlord-data[ray] installed on all of its hosts?"
+                "messages stand above. On a cluster: is that the one you meant, and is the same version of overlord "
+                "installed on all of its hosts, with its extra 'ray'?"
             ) from error
 
     def _starting(self, peer: Peer) -> StartupLiveness:

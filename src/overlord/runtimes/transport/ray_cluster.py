@@ -44,6 +44,7 @@ from overlord.runtimes.launching.cluster_placement import (
     place,
     room_for,
 )
+from overlord.runtimes.launching.deployment import check_decoding
 from overlord.runtimes.launching.service_options import KeepOptions, Progress, ServiceOptions, pack
 from overlord.runtimes.launching.tokenizer_trial import try_tokenizer
 from overlord.runtimes.supervision.child import LIMITS, Limits
@@ -340,6 +341,7 @@ def serving(bundle: bytes, folder: Path, progress: Progress, keep: KeepOptions) 
             nodes_of_cluster(), options.cluster, world_size=options.mesh.world_size, names=names,
             loader_cpus=options.threads,
         )  # fmt: skip
+        check_decoding(job, options, sum(site.role == "constructor" for site in sites))
         engine = RayEngine(pack(job, options), folder, sites, Limits(options.heartbeat_s))
         with supervised(engine, sites, options, folder, progress, keep) as address:
             yield address

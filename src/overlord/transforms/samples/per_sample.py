@@ -32,7 +32,7 @@ from overlord.core.ragged import (
     take_rows,
 )
 from overlord.core.samples import BAD
-from overlord.errors import SpecError
+from overlord.errors import SpecError, pip_install
 
 STAND_IN_TOKEN = 0
 
@@ -132,7 +132,7 @@ def media_library(name: str) -> Any:
     except ImportError as error:
         raise SpecError(
             f"a source of sounds or clips needs the library {name!r}, which cannot be imported ({error}); none of its "
-            "rows could be measured. Install it with: pip install overlord-data[media]"
+            f"rows could be measured. Install it: {pip_install('media')}"
         ) from error
 
 

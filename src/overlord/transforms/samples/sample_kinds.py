@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, num_rows, sizes_column, unread_rows
 from overlord.core.samples import BAD, SKIP
+from overlord.core.spec_errors import did_you_mean, show
 from overlord.errors import SpecError
 from overlord.job.specs import Audio, Chat, Custom, ImageChat, ImageText, Interleaved, Job, Source, Spec, Text, Video
 from overlord.transforms.samples.audio import AudioTransform
@@ -190,7 +191,20 @@ def _checked_custom(made: object) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         raise _WrongReturn(f"tokens of type {raw.dtype} and shape {raw.shape}; expected a list of whole numbers")
     if int(raw.min()) < 0 or int(raw.max()) > np.iinfo(np.int32).max:
         raise _WrongReturn(f"token ids from {raw.min()} to {raw.max()}; expected 0 to 2**31 - 1")
-    mask = (np.asarray(made.get("loss_mask", np.ones(len(raw)))) != 0).astype(np.uint8)  # counted as ones
+    unknown = [key for key in made if key not in ("tokens", "loss_mask")]
+    if unknown:
+        raise _WrongReturn(
+            f"{show(unknown[0])}, which no batch would have; return 'tokens' and 'loss_mask' only."
+            f"{did_you_mean(unknown[0], ['tokens', 'loss_mask'])}"
+        )
+    mask = np.asarray(made.get("loss_mask", np.ones(len(raw), np.uint8)))
     if mask.shape != raw.shape:
         raise _WrongReturn(f"{len(raw)} tokens and a loss_mask of shape {mask.shape}; expected one as long")
-    return raw.astype(np.int32), mask
+    counts = np.asarray(mask == 1)
+    other = np.flatnonzero(~(counts | (mask == 0)))
+    if len(other):
+        raise _WrongReturn(
+            f"a loss_mask with {mask[other[0]]!s:.40} at token {other[0]}; a token counts in the loss or not, weights "
+            "are not kept: expected 0 or 1"
+        )
+    return raw.astype(np.int32), counts.astype(np.uint8)
