@@ -23,6 +23,7 @@ from overlord.cli import output
 from overlord.cli.main import app
 from overlord.cli.output import Screen
 from overlord.job_files import LaunchOptions, dump_job_yaml
+from overlord.reports.pages import Row, terminal_table
 from overlord.version import VERSION
 
 HEAVY = {"numpy", "numba", "pydantic", "pyarrow", "yaml", "msgspec", "tokenizers", "PIL", "jinja2", "torch", "ray"}
@@ -99,6 +100,24 @@ def test_every_command_tells_how_to_use_it(name):
     assert start == "Example: ", f"{name}: EXAMPLES of cli/main.py has none"
     assert " ".join(command.epilog.split()) in " ".join(shown.split())
     command.make_context(name, shlex.split(example))  # it is one that the command takes
+
+
+@pytest.mark.parametrize("name", ["", "sources", "import", "steps", *ALL])
+def test_help_fits_a_hundred_columns_and_cuts_nothing(name):
+    shown = CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": "100"}, terminal_width=100).stdout
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 100 and "…" not in shown and "..." not in "".join(lines[1:])
+    command = ALL.get(name)
+    for one in command.params if command else ():
+        if not getattr(one, "hidden", False):
+            assert one.help is not None and " ".join(one.help.split()) in " ".join(shown.split())
+
+
+def test_names_are_not_cut_in_a_pipe(capsys):
+    name = "a_source_whose_name_is_longer_than_any_terminal_is_wide_" * 3
+    rows = [Row(name, tuple(str(10**at) for at in range(12)))]
+    Screen().show(terminal_table("sources", ("source", *(f"figure {at}" for at in range(12))), rows))
+    assert name in capsys.readouterr().out
 
 
 WRONG = {

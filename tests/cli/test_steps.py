@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.conftest import slice_indices
+from tests.conftest import slice_indices, write_ids
 from typer.testing import CliRunner
 
 import overlord as ol
@@ -285,3 +286,38 @@ def test_what_cannot_be_shown_is_refused(run, options, why):
     outcome = call("show", *(run[0] if one == "STORE" else one for one in options))
     assert outcome.exit_code in (1, 2)
     assert why in " ".join(outcome.stderr.split()), outcome.stderr
+
+
+def test_a_step_is_shown_without_reading_more_than_it_needs(tmp_path, cache):
+    """Of 24 files of 4 sources only those are opened that the step draws from, and of their rows hardly any other."""
+    log = tmp_path / "rows.txt"
+
+    def counted(row, log=str(log)):
+        with open(log, "a") as file:
+            file.write(f"{row['ids'][0]}\n")
+        return {"tokens": row["ids"]}
+
+    sources = []
+    for number, name in enumerate("abcd"):
+        for file in range(6):
+            first = 10_000 * number + 1000 * file
+            write_ids(tmp_path / name / f"{file}.jsonl", [3 + at % 5 for at in range(200)], first)
+        sample = ol.Custom(counted, columns=["ids"], process=False, name=name, code_digest=name)
+        sources.append(ol.Source(name, str(tmp_path / name), sample=sample, shuffle_bytes=2048))
+    job = ol.Job(sources=sources, batch=ol.Batch(64, global_samples=24), seed=4)
+    with ol.launch(job, runtime="inline", cache=cache, store=tmp_path / "store") as service:
+        steps = [next(client) for client in [service.client()] for _ in range(10)]
+        drawn = [one for batch in steps[7].microbatches for one in batch.meta.sample_ids]
+    kept = {str(tmp_path / one.source / f"{one.file}.jsonl") for one in drawn}
+    kept |= {str(tmp_path / name / "0.jsonl") for name in "abcd"}  # it has the columns of its source
+    for path in [path for path in tmp_path.glob("?/*.jsonl") if str(path) not in kept]:
+        found = path.stat()
+        path.write_bytes(b"\xff" * found.st_size)  # no line of it can be read
+        os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+    log.write_text("")
+    with ol.replay(tmp_path / "store", 7, job, cache=tmp_path / "empty cache") as service:
+        again = next(service.client())
+        assert [one for batch in again.microbatches for one in batch.meta.sample_ids] == drawn
+    read = log.read_text().split()
+    assert len(kept) < 20 and len(set(read)) == len(read)
+    assert len(read) <= 1.5 * len(drawn)  # a few more, as their lengths are not known before

@@ -467,6 +467,45 @@ class Crowd:
         ), []
 
 
+class JustBegun:
+    """A service of many sources with long names that no trainer has attached to."""
+
+    def __init__(self, address, status):
+        self.address, self._status = address, status
+        self.names = [f"a_collection_of_documents_from_somewhere_with_a_long_name_part_{at:02}" for at in range(18)]
+
+    def answer(self, request):
+        if isinstance(request, msg.GetHistory):
+            return msg.Document({"reports": {}, "measured": {}, "changes": []}), []
+        if isinstance(request, msg.GetPlan):
+            raise ol.StateError("step 0 is not planned")
+        one = {**next(iter(self._status["sources"].values())), "samples": 123_456_789, "parked": {"since": 12_345}}
+        sources = {name: {**one, "format": "parquet", "buffer_bytes": 123_456_789} for name in self.names}
+        return msg.Document({**self._status, "clients": {}, "rates": None, "sources": sources}), []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_no_column_is_cut_and_empty_charts_say_what_they_wait_for(service, tmp_path):
+    sync_api = pytest.importorskip("playwright.sync_api")
+    begun = JustBegun(f"unix://{tmp_path}/socket", service.status())
+    serving = listen(tmp_path / "socket", lambda connection: answer_requests(connection, begun.answer))
+    with serving, served(begun) as page, sync_api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        tab = browser.new_page(viewport={"width": 1280, "height": 800})
+        tab.goto(page.url)
+        sync_api.expect(tab.locator("#source-count")).to_have_text("18 of 18", timeout=60000)
+        sync_api.expect(tab.locator("#source-rows tr").first).to_contain_text(begun.names[0])
+        wide, shown = tab.evaluate("(({ scrollWidth, clientWidth }) => [scrollWidth, clientWidth])"
+                                   "(document.querySelector('#sources .scroll'))")  # fmt: skip
+        assert wide <= shown, "a column is cut"
+        tab.locator("#steering").scroll_into_view_if_needed()
+        for name, words in [("steps", "takes steps"), ("waited", "takes steps"), ("reports", "client.report")]:
+            chart = tab.locator(f"#plot-{name}")
+            sync_api.expect(chart).to_have_attribute("data-empty", re.compile(words), timeout=30000)
+        browser.close()
+
+
 def longest_tasks(browser, tab, seconds=8):
     """Return ms of a processor that tasks of the page's thread take: the longest, and the 99th percentile."""
     browser.start_tracing(page=tab, categories=["toplevel", "__metadata"])

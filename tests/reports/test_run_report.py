@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from typing import Any
 
@@ -15,6 +16,7 @@ from overlord.reports.run_report import media_tables, render_report, source_tabl
 from overlord.reports.summary import LoadHeatmap, MediaSummary, RunSummary, SourceSummary, StepSummary
 from overlord.reports.svg import nice_ticks, spread_labels
 
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 VOID = {"meta", "br", "link", "img", "hr", "input"}
 
 
@@ -247,3 +249,22 @@ def test_titles_stand_at_the_left_of_every_table() -> None:
     tables = [summary_table(summary), source_table(summary), *media_tables(summary.media)]
     assert {table.title_justify for table in tables} == {"left"}
     assert shown(summary_table(dataclasses.replace(summary, steps=1))).split("\n")[0].rstrip() == "demo: 1 step"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_no_column_is_cut_on_a_screen_of_1280_pixels(tmp_path):
+    sync_api = pytest.importorskip("playwright.sync_api")
+    names = [f"a_collection_of_documents_from_somewhere_with_a_long_name_part_{at:02}" for at in range(18)]
+    sources = [SourceSummary(name, "parquet", 0.0556, 0.0561, 123_456, 10**9, 12.34, 5, 10**5, 123.0) for name in names]
+    media = [MediaSummary(name, "constructor", 123_456_789) for name in names]
+    page = tmp_path / "report.html"
+    page.write_text(render_report(run(names=tuple(names), sources=sources, media=media)), encoding="utf-8")
+    with sync_api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        tab = browser.new_page(viewport={"width": 1280, "height": 800})
+        tab.goto(page.as_uri())
+        sizes = "(boxes) => boxes.map(({ scrollWidth, clientWidth }) => [scrollWidth, clientWidth])"
+        found = tab.locator(".scroll").evaluate_all(sizes)
+        browser.close()
+    assert found and all(wide <= shown for wide, shown in found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,8 @@ from overlord.version import VERSION
 if TYPE_CHECKING:
     import typer
 
+HELP_WIDTH = 100
+"""Columns of help at most; a narrower terminal has narrower help."""
 COMMANDS = {
     "demo": "Write eight small sources, run a VLM-shaped job on them, and show what came out.",
     "explain": "Show what a job would do on a mesh, without running it: balance, padding, epochs, CPU and memory.",
@@ -46,6 +49,10 @@ def make_app(**options: Any) -> typer.Typer:
         help="A data loader for large-model training from many sources.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
+        # Plain pages of options: panels with a column for each of flag, opposite and type leave a quarter of the width
+        # for what an option does.
+        rich_markup_mode=None,
+        context_settings={"max_content_width": HELP_WIDTH},
         **options,
     )
 
@@ -87,9 +94,9 @@ def answer_early() -> None:
 
     app = make_app()
     for name, words in COMMANDS.items():
-        app.command(name, help=words)(lambda: None)
+        app.command(name, help=words, short_help=words)(lambda: None)
     for name, words in GROUPS.items():
-        group = typer.Typer(help=words)
+        group = typer.Typer(help=words, short_help=words)
         group.command("all")(lambda: None)
         app.add_typer(group, name=name)
-    app()
+    app(sys.argv[1:] or ["--help"])

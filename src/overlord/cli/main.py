@@ -10,6 +10,7 @@ What runs a job is imported when it is needed: a mistake in the job file is told
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import secrets
 import shutil
@@ -72,12 +73,20 @@ class _Commands(TyperGroup):
             raise typer.Exit(130) from None
 
 
+def _group(name: str) -> typer.Typer:
+    return typer.Typer(help=GROUPS[name], short_help=GROUPS[name], no_args_is_help=True, rich_markup_mode=None)
+
+
 app = make_app(cls=_Commands)
-sources_app = typer.Typer(help=GROUPS["sources"], no_args_is_help=True)
+sources_app = typer.Typer(
+    help=GROUPS["sources"], short_help=GROUPS["sources"], no_args_is_help=True, rich_markup_mode=None
+)
 app.add_typer(sources_app, name="sources")
-import_app = typer.Typer(help=GROUPS["import"], no_args_is_help=True)
+import_app = typer.Typer(
+    help=GROUPS["import"], short_help=GROUPS["import"], no_args_is_help=True, rich_markup_mode=None
+)
 app.add_typer(import_app, name="import")
-steps_app = typer.Typer(help=GROUPS["steps"], no_args_is_help=True)
+steps_app = _group("steps")
 app.add_typer(steps_app, name="steps")
 
 
@@ -655,7 +664,7 @@ def show_steps(
     flags: Flags,
     job: Annotated[
         Path | None,
-        typer.Argument(metavar="[JOB]", help="The job file; a store has its own copy.", show_default=False),
+        typer.Argument(metavar="JOB", help="The job file; a store has its own copy.", show_default=False),
     ] = None,
     step: Annotated[
         int | None,
@@ -785,6 +794,8 @@ for _group, _prefix in ((app, ""), (sources_app, "sources "), (import_app, "impo
     for _command in _group.registered_commands:
         _name = f"{_prefix}{_command.name or getattr(_command.callback, '__name__', '')}"
         _command.epilog = f"Example: overlord {_name} {EXAMPLES[_name]}" if _name in EXAMPLES else None
+        # Where it is not given, the list of commands has the first words of the help, and dots.
+        _command.short_help = " ".join((inspect.getdoc(_command.callback) or "").partition("\n\n")[0].split())
 
 
 def main() -> None:

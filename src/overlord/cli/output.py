@@ -12,8 +12,10 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
 from overlord.errors import OverlordError, SpecError
@@ -22,7 +24,8 @@ Tell = Callable[[str, int, int], None]
 """Told (what is being done, how much is done, of how much); threads may share it."""
 
 _PLAIN_WIDTH = 110
-"""Columns of a table that goes into a file or a pipe."""
+"""Columns of running text that goes into a file or a pipe; a table there is as wide as what it holds."""
+_WIDEST = 10_000
 _LINE_EVERY_S = 10.0
 _QUIET_S = 2.0
 """No command begins with a longer silence. A terminal has bars that move, a log gets a line now and then."""
@@ -34,14 +37,21 @@ class Screen:
     def __init__(self, *, as_json: bool = False) -> None:
         self.as_json = as_json
         self._stdout = sys.stdout
-        self.out = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+        self.out = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else _WIDEST)
         self.err = Console(file=sys.stderr, highlight=False)
 
     def show(self, *parts: RenderableType) -> None:
         """Print for a person; JSON output leaves it out."""
         if not self.as_json:
             for part in parts:
-                self.out.print(part, soft_wrap=isinstance(part, str))
+                self.out.print(part, soft_wrap=isinstance(part, str), width=self._width_of(part))
+
+    def _width_of(self, part: RenderableType) -> int | None:
+        """Return in how many columns to print: in a pipe a name must not be cut, as a program looks for it."""
+        if self.out.is_terminal or isinstance(part, str):
+            return None
+        widest = Measurement.get(self.out, self.out.options, part).maximum if isinstance(part, (Group, Table)) else 0
+        return max(_PLAIN_WIDTH, widest)
 
     def give(self, result: Mapping[str, Any]) -> None:
         """Print the result for a program, if JSON was asked for."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.console import JustifyMethod
 from rich.table import Table as TerminalTable
 from rich.text import Text
 
@@ -112,7 +113,9 @@ def terminal_table(
     table = TerminalTable(title=title, title_justify="left", **look)
     for number, head in enumerate(heads):
         style = "bold" if number == 0 else "dim" if head == "format" else ""
-        table.add_column(head, style=style, justify="left" if number == 0 or head in left else "right")
+        # A name that does not fit is folded, not cut: names of sources often differ at their ends.
+        justify: JustifyMethod = "left" if number == 0 or head in left else "right"
+        table.add_column(head, style=style, justify=justify, overflow="fold" if number == 0 else "ellipsis")
     for row in rows:
         table.add_row(Text(row.name), *row.cells)
     return table

@@ -541,6 +541,8 @@ class SourceLoader:
         self._readers: dict[tuple[int, int], GroupReader] = {}
         self.open_groups = 1
         """Groups that may be open at once: one, unless several workers read ahead."""
+        self.reads_ahead = True
+        """Whether more rows than are asked for are read and measured at once, as the next step will ask for them."""
         self._resting: Cursor | None = None
         self._woken: tuple[tuple[int, int], Group] | None = None
         """The group of the last request: the next one is mostly for rows of the same."""
@@ -800,6 +802,7 @@ class SourceLoader:
             with self.reading():
                 group = self._order.group(cursor.epoch, cursor.group)
             rows = rows_at_once(group, stop - cursor.offset)
+            rows = rows if self.reads_ahead else min(rows, stop - cursor.offset)
             chunk = self.keep(*self.measure(self.read([(cursor, group, rows)])))
         return chunk
 

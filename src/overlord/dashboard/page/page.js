@@ -64,6 +64,23 @@ async function get(path, more = {}) {
 // Lines over the time. uPlot draws from columns: the time, and one or two series.
 const columns = { at: [], step: [], steps_per_s: [], tokens_per_s: [], waited: [], views_bytes: [], read_bytes: [] };
 const plots = [];
+const EMPTY = {
+  "plot-steps": "Waits for a trainer that takes steps", "plot-waited": "Waits for a trainer that takes steps",
+  "plot-tokens": "Waits for the first steps to be drawn", "plot-bytes": "Waits for the service's first answer",
+  "plot-reports": "Waits for a trainer to report something: client.report(step, {\"loss\": 2.1})",
+  "plot-shares": "Waits for the first step to be planned",
+};
+// A chart without a point says what it waits for.
+function tellEmpty(id, series) {
+  const some = series.some(line => line.some(value => value !== null && value !== undefined));
+  if (some) delete $(id).dataset.empty; else $(id).dataset.empty = EMPTY[id];
+}
+const two = number => String(number).padStart(2, "0");
+// The browser's own clock, at every tick alike: a date beside some of them would lie over the next.
+const timeTicks = (u, ticks, space, width, step) => ticks.map(tick => {
+  const at = new Date(1e3 * tick);
+  return `${two(at.getHours())}:${two(at.getMinutes())}${step < 60 ? `:${two(at.getSeconds())}` : ""}`;
+});
 const axis = () => ({ stroke: ink("--soft"), grid: { stroke: ink("--line"), width: 1 }, ticks: { stroke: ink("--line") }, font: "12px system-ui" });
 const fromZero = { range: (u, low, high) => [0, high > 0 ? 1.1 * high : 1] };
 function plot(id, series, scale = value => value) {
@@ -72,10 +89,11 @@ function plot(id, series, scale = value => value) {
   const made = new uPlot({
     width: $(id).clientWidth, height: 180, legend: { show: series.length > 1, live: false }, cursor: { drag: { x: true, y: false } },
     scales: { y: fromZero },
-    axes: [axis(), { ...axis(), size: 56, values: (u, ticks) => ticks.map(count) }],
+    axes: [{ ...axis(), space: 70, values: timeTicks }, { ...axis(), size: 56, values: (u, ticks) => ticks.map(count) }],
     series: [{}, ...series.map(([, label], at) => ({ label, stroke: colours[at], width: 1.8, points: { show: false } }))],
   }, data(), $(id));
   plots.push({ id, made, data });
+  tellEmpty(id, data().slice(1));
 }
 function openPlots() {
   for (const { id, made } of plots.splice(0)) { made.destroy(); $(id).replaceChildren(); }
@@ -88,7 +106,7 @@ let drawing = false;
 function draw() {
   if (drawing || document.hidden) return;
   drawing = true;
-  requestAnimationFrame(() => { drawing = false; if (seenNow("now")) for (const one of plots) one.made.setData(one.data()); });
+  requestAnimationFrame(() => { drawing = false; if (seenNow("now")) for (const { id, made, data } of plots) { const shown = data(); made.setData(shown); tellEmpty(id, shown.slice(1)); } });
 }
 new ResizeObserver(() => {
   for (const { id, made } of plots) made.setSize({ width: $(id).clientWidth, height: 180 });
@@ -214,7 +232,9 @@ function steeringData() {
 }
 function drawSteering() {
   if (!steering) return;
-  const data = steeringData(), names = [Object.keys(steering.reports), Object.keys(steering.shares)], look = JSON.stringify(names);
+  const data = steeringData();
+  ["plot-reports", "plot-shares"].forEach((id, part) => tellEmpty(id, data[part].slice(1)));
+  const names = [Object.keys(steering.reports), Object.keys(steering.shares)], look = JSON.stringify(names);
   if (look === steeringLook) { steeringPlots.forEach((one, part) => setTimeout(() => one.setData(data[part]), 50 * part)); return; }  // in frames of their own
   for (const one of steeringPlots) one.destroy();
   steeringLook = look;
@@ -318,9 +338,9 @@ function show(seen) {
     `store ${seen.store?.place ?? "none"}`].map(text => element("li", text)));
   const { rates, clients } = seen;
   const behind = clients.last === null || clients.first === clients.last ? "all ranks" : `the last rank is at ${clients.first}`;
-  const tiles = [["step", count(rates.step), behind], ["steps/s", count(rates.steps_per_s), "over ten looks", "steps_per_s"],
+  const tiles = [["step", count(rates.step), behind], ["steps/s", count(rates.steps_per_s), rates.seconds === null ? "not known yet" : `over ${Math.round(rates.seconds)} s`, "steps_per_s"],
     ["tokens/s", count(rates.tokens_per_s), "drawn", "tokens_per_s"], ["waiting", percent(rates.waited), "of the time", "waited"],
-    ["planned ahead", count(seen.next_step - 1 - (rates.step ?? -1)), "steps"], ["restarts", count(seen.restarts), "of the service"]];
+    ["planned ahead", count(Math.max(0, seen.next_step - 1 - (rates.step ?? -1))), "steps"], ["restarts", count(seen.restarts), "of the service"]];
   const frame = $("tiles");
   while (frame.children.length < tiles.length) { const box = element("div"); box.append(element("dt"), element("dd"), element("dd")); frame.append(box); }
   tiles.forEach(([title, value, detail, line], at) => {

@@ -307,6 +307,7 @@ def make_pool(
         poisoned=verdicts,
         hook=None if hook is None else hook.start(),
     )
+    loader.reads_ahead = not prepared.options.replays  # of a replay, one step is looked at
     if not (several or pool):
         return PrefetchPool(loader)
     return PrefetchPool(loader, order_of(job, source, opened), executors.prefetch, count, helpers, pool)
