@@ -54,6 +54,7 @@ from overlord.runtimes.supervision.child import (
     Limits,
     Liveness,
     Restarts,
+    is_stopped,
     name_process,
 )
 from overlord.runtimes.supervision.cleanup import set_up_process
@@ -188,7 +189,7 @@ class ServiceChild(ChildProcess):
         """Kill it when it has been silent for too long."""
         starting = self.address is None
         # One that is stopped by a signal while its interpreter starts is not given the time that a busy host takes.
-        limit_s = self._limits.service_starting_silence if starting and self._is_stopped() else None
+        limit_s = self._limits.service_starting_silence if starting and is_stopped(self.pid) else None
         if self.liveness.hangs(now, limit_s=limit_s):
             while_it = " while it started, and was killed" if starting else " and was killed"
             self.kill(f"hung for {self.liveness.silent_s(now):.1f} s{while_it}")
@@ -228,13 +229,6 @@ class ServiceChild(ChildProcess):
         self._ended_at = self._ended_at or time.monotonic()
         self._close_heartbeat()
         super().note_end(code)
-
-    def _is_stopped(self) -> bool:
-        """Whether it was stopped by a signal, and has not been continued."""
-        try:
-            return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:
-            return False  # it was waited for a moment ago
 
     def _receive_heartbeat(self) -> None:
         assert self._heartbeat is not None
