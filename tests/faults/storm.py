@@ -258,6 +258,7 @@ class Storm:
                 raise RunEnded(f"the launcher ended with code {self._launcher.returncode}")
             self.outcome.launches_ended_by_a_fault += 1
         self._end_trainers()
+        _end(self._launcher)
         self._launch()
 
     def _train(self) -> None:
@@ -272,8 +273,7 @@ class Storm:
 
     def _end_trainers(self) -> None:
         for trainer in self._trainers:
-            trainer.kill()
-            trainer.wait()
+            _end(trainer)
         for record in self._records:
             record.close()
         self._trainers.clear()
@@ -401,13 +401,18 @@ class Storm:
         for process in of_folder(self._temporary):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        for child in (*self._trainers, *([self._launcher] if self._launcher else [])):
-            assert child.stdin is not None
-            child.kill()
-            child.wait()
-            child.stdin.close()
+        self._end_trainers()
+        if self._launcher is not None:
+            _end(self._launcher)
         self._log.close()
         return (self._folder / "log").read_text()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    assert process.stdin is not None
+    process.stdin.close()
 
 
 class _Record:
