@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import operator
 import os
 import uuid
@@ -18,11 +17,12 @@ from overlord.core.client_messages import SourceChange
 from overlord.core.draw import Buffer
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan, plan_from_bytes
-from overlord.core.spec_errors import is_whole
+from overlord.core.spec_errors import is_finite, is_whole
 from overlord.core.states import check_seal
 from overlord.errors import SpecError, StateError
 from overlord.job.hook_specs import Hook
 from overlord.job.layout_specs import DEFAULT_CACHE, Keys, Layout, OnSourceFailure, Placement, Runtime
+from overlord.job.mixture_specs import MOST_WEIGHT
 from overlord.job.reconcile import Reconcile
 from overlord.job.spec_model import as_number
 from overlord.job.specs import Job, Mixture, Source, tokenizer_file
@@ -155,9 +155,10 @@ class RunningService:
         if not isinstance(source, Source):
             raise SpecError(f"add_source: {source!r:.80} is not an ol.Source; there is nothing to read. Build one.")
         given = as_number(weight)
-        if weight is not None and (given is None or not math.isfinite(given) or given < 0):
+        if weight is not None and (given is None or not is_finite(given) or not 0 <= given <= MOST_WEIGHT):
             raise SpecError(
-                f"add_source: weight is {weight!r:.80}; it gives no share of the mixture. Give a number of 0 or more."
+                f"add_source: weight is {weight!r:.80}; it gives no share of the mixture. Give a number from 0 to "
+                f"{MOST_WEIGHT:g}."
             )
         at, own = _step_or_none("add_source", at_step), None if given is None else float(given)
         return self._ask(msg.AddSource(source_to_json(source), own, at, _new_id())).step

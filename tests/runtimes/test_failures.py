@@ -250,3 +250,91 @@ def test_microbatches_that_nobody_looked_at_are_let_go(mixed_job, cache):
             assert len(next(client).microbatches)
         assert len(client._feed._connection.leased) == 0
         assert service.status()["buffers"]["views_bytes"] < 16 << 20
+
+
+OUT_OF_FILES = """
+import os, resource, sys
+import overlord as ol
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+client = ol.connect(sys.argv[1], 0)
+steps = [next(client).index]
+taken = []
+try:
+    while True:
+        taken.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    pass
+for what in ("report", "steps"):
+    try:
+        while what == "steps":
+            step = next(client)
+            [batch.digest() for batch in step.microbatches]
+            steps.append(step.index)
+        client.report(0, {"loss": 1.0})
+        print("reported")
+    except ol.OverlordError as error:
+        print(type(error).__name__, what, str(error))
+for fd in taken:
+    os.close(fd)
+step = next(client)
+[batch.digest() for batch in step.microbatches]
+print(steps + [step.index] == list(range(len(steps) + 1)))
+"""
+
+
+def test_a_trainer_that_runs_out_of_descriptors_is_told_so(mixed_job, cache):
+    """It neither waits for ever nor takes the service for gone, and goes on once it has descriptors again."""
+    with ol.launch(mixed_job.replace(max_steps=50), cache=cache) as service:
+        command = [sys.executable, "-c", OUT_OF_FILES, service.address]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    *failures, exact = done.stdout.splitlines()
+    assert len(failures) == 2, done.stdout + done.stderr
+    for told in failures:
+        assert re.match(r"OverlordError .*has 64 files open.*ulimit -n 65536.*raise its limit", told), done.stdout
+    assert exact == "True", done.stdout
+
+
+@pytest.mark.parametrize("runtime", ["inline", "local"])
+def test_an_absurd_change_is_refused_before_it_is_journaled(ids_job, cache, tmp_path, runtime):
+    job = ids_job.replace(
+        sources=[source.replace(weight=None) for source in ids_job.sources],
+        mixture=ol.Mixture({"a": 1, "b": 1, "c": 1}),
+    )
+    path = write_ids(tmp_path / "d.jsonl", [3] * 9)
+
+    def new(paths=path, **options) -> ol.Source:
+        return ol.Source("d", paths, sample=ol.Text("ids", tokenized=True), **options)
+
+    absurd = {
+        "at most 10000 global batches": lambda: service.skip_steps(10**12),
+        "no run comes to a step beyond": lambda: service.skip_steps(1, at_step=10**15),
+        "with 9000 that are skipped before step 500 already": lambda: service.skip_steps(2000, at_step=500),
+        "weights.a is 1e.300.*1e.18 or less": lambda: service.set_mixture({"a": 1e300, "b": 1}),
+        "weights.b is nan": lambda: service.set_mixture({"a": 1, "b": float("nan")}),
+        "weights.b is inf": lambda: service.set_mixture({"a": 1, "b": float("inf")}),
+        "set_mixture: at_step is 10000000000": lambda: service.set_mixture({"a": 1}, at_step=10**10),
+        "add_source: weight is 1e.300": lambda: service.add_source(new(), weight=1e300),
+        "add_source: weight is 1.7e.308": lambda: service.add_source(new(weight=1.7e308)),
+        "add_source: at_step is": lambda: service.add_source(new(), at_step=10**15),
+        "park_source: at_step is": lambda: service.park_source("a", at_step=10**15),
+        "remove_source: at_step is": lambda: service.remove_source("a", at_step=10**15),
+        "reshard: at_step is": lambda: service.reshard(ol.ClientPlaceTree(dp=2), at_step=10**15),
+        "ranks and chunks, and the most is": lambda: service.reshard(ol.ClientPlaceTree(dp=10**9)),
+        "has 1000000000000 ranks": lambda: service.reshard(ol.ClientPlaceTree(pp=10**6, tp=10**6)),
+        "has 2000000000000 ranks": lambda: service.reshard(ol.ClientPlaceTree(pp=2, vpp=10**12)),
+        "loss at step 0 is nan": lambda: client.report(0, {"loss": float("nan")}),
+        "step 1000000000000 has not been planned": lambda: client.report(10**12, {"loss": 1.0}),
+    }
+    if runtime == "local":
+        many = [f"{tmp_path}/missing-{number}.jsonl" for number in range(200_000)]
+        absurd["AddSource has .* bytes"] = lambda: service.add_source(new(many))
+    with ol.launch(job, runtime=runtime, cache=cache, store=tmp_path / "store") as service, service.client() as client:
+        next(client)
+        service.skip_steps(9000, at_step=500)
+        before = service.history()["changes"]
+        for message, change in absurd.items():
+            with pytest.raises(ol.SpecError, match=message):
+                change()
+        assert service.history()["changes"] == before
+        assert next(client).index == 1

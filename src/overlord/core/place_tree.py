@@ -24,6 +24,8 @@ AXES = ("pp", "dp", "cp", "tp")
 """Outermost first: neighbouring ranks differ in tp."""
 COUNTS = (*AXES, "dp_replicate", "ep", "vpp")
 """Every size a tree has."""
+MOST_RANKS = 1 << 20
+"""Ranks of a mesh, times the chunks of the model on each: with more, planning would take minutes a step."""
 COORDINATES = ("pp", "dp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes along which a rank has a coordinate; dp also as its two parts."""
 _ORDER = "-".join(AXES)
@@ -504,7 +506,13 @@ def _check_counts(tree: ClientPlaceTree) -> None:
 
 
 def _check_fit(tree: ClientPlaceTree) -> None:
-    """Raise SpecError for sizes that contradict each other."""
+    """Raise SpecError for sizes that contradict each other, or that no cluster has."""
+    chunks = prod(getattr(tree, axis) for axis in (*AXES, "vpp"))
+    if max(chunks, tree.microbatch_group or 1) > MOST_RANKS:
+        raise SpecError(
+            f"mesh: {tree} has {chunks} ranks and chunks, and the most is {MOST_RANKS}; no step could be planned for "
+            "them. Give the sizes of the mesh that trains."
+        )
     if tree.dp % tree.dp_replicate:
         raise SpecError(
             f"mesh: dp_replicate is {tree.dp_replicate}, but dp is {tree.dp}, not a multiple of it; dp counts all "

@@ -151,10 +151,16 @@ class MixtureOptions(TypedDict, total=False):
     learn: Learn | None
 
 
+MOST_WEIGHT = 1e18
+"""Weights may be counts of bytes or tokens; beside a larger one no other source would ever be drawn."""
+
+
 def _as_weight(value: object) -> float:
     weight = as_finite(value)
     if weight < 0:
         raise Fault("a weight must be 0 or more; write 0 to leave the source out")
+    if weight > MOST_WEIGHT:
+        raise Fault(f"a weight must be {MOST_WEIGHT:g} or less; no other source would be drawn beside it")
     return weight
 
 

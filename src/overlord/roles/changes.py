@@ -31,6 +31,7 @@ from overlord.core.metric_history import MetricHistory
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.spec_errors import did_you_mean, is_finite, list_some
 from overlord.errors import SpecError, StateError
+from overlord.job.mixture_specs import MOST_WEIGHT
 from overlord.job.reconcile import Joining, mixtures_over
 from overlord.job.specs import Custom, Job, Mixture, Source
 from overlord.stores.journal import Journal
@@ -41,6 +42,10 @@ KEPT_REPORTS = 4096
 """Reports of this many recent steps are kept in memory; older ones are read from the journal if a replay asks."""
 FIXED_WHILE_RUNNING = ("level", "stopping", "max_repetition", "granularity", "order")
 """Options of a mixture that cannot change while a stream runs: they define what a deficit counts."""
+LAST_STEP = 10**9
+"""No change takes effect later: no run comes to such a step."""
+MOST_SKIPPED = 10_000
+"""Global batches that may be skipped before one step: all of them are drawn before it, while trainers wait."""
 ROSTER_KINDS = ("sources", "park", "return")
 """Changes of which sources are drawn from."""
 Effective = Callable[[str, int | None], int]
@@ -112,7 +117,7 @@ class Change:
         found = cls(kind, int(entry["at"]), id=str(entry.get("id", "")))
         if kind == "skip":
             count = int(entry["count"])
-            if count < 1:
+            if not 1 <= count <= MOST_SKIPPED:
                 raise ValueError(f"count {count}")
             return replace(found, count=count)
         if kind == "mixture":
@@ -123,7 +128,7 @@ class Change:
             raise ValueError(f"kind {kind!r}")
         if kind == "sources" and "add" in entry:
             weight = entry["weight"]
-            if weight is not None and not (is_finite(weight) and weight >= 0):
+            if weight is not None and not (is_finite(weight) and 0 <= weight <= MOST_WEIGHT):
                 raise ValueError(f"weight {weight}")
             joins = bool(entry.get("joins", True))
             return replace(found, add=Source.from_mapping(entry["add"]), weight=weight, joins=joins)
@@ -341,9 +346,10 @@ class SourceChanges:
 
     def _check_share(self, name: str, weight: float | None, at: int) -> None:
         """Refuse an invalid weight, and a mixture that no source can be added to."""
-        if weight is not None and not (is_finite(weight) and weight >= 0):
+        if weight is not None and not (is_finite(weight) and 0 <= weight <= MOST_WEIGHT):
             raise SpecError(
-                f"add_source: weight is {weight!r}, which is no share of a mixture. Give a number of 0 or more."
+                f"add_source: weight is {weight!r}, which is no share of a mixture. Give a number from 0 to "
+                f"{MOST_WEIGHT:g}."
             )
         learn = self._inputs.mixture_at(at)[0].learn
         if learn is not None and learn.method == "function":

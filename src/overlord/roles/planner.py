@@ -36,7 +36,7 @@ from overlord.core.samples import Cursor
 from overlord.core.states import StreamState, check_form, describe_differences, names_of, restricted_parts
 from overlord.errors import PlanError, ReaderError, ReportMissing, SourceError, SpecError, StateError
 from overlord.job.specs import Job, Mixture
-from overlord.roles.changes import Change, InputLog, SourceChanges, check_mixture
+from overlord.roles.changes import LAST_STEP, MOST_SKIPPED, Change, InputLog, SourceChanges, check_mixture
 from overlord.roles.drawer import Drawer, DrawnStep
 from overlord.roles.poisoned_rows import PoisonedRows
 from overlord.roles.ports import Loaders
@@ -301,6 +301,13 @@ class Planner:
         if count < 1:
             raise SpecError(f"skip_steps: count is {count}; nothing would be skipped. Give 1 or more.")
         at = self._effective("skip_steps", at_step)
+        before = self.inputs.skips_at(at)
+        if before + count > MOST_SKIPPED:
+            told = f"{count}, with {before} that are skipped before step {at} already" if before else f"{count}"
+            raise SpecError(
+                f"skip_steps: count is {told}; what is skipped must be drawn first, while trainers wait, so at most "
+                f"{MOST_SKIPPED} global batches are skipped before a step. Give fewer, or several steps."
+            )
         self.inputs.add_change(Change("skip", at, count=count, id=change_id))
         return at
 
@@ -338,6 +345,11 @@ class Planner:
         first = next((step for step in promised if not self.inputs.roster_at(step).drawn), promised.stop)
         first = max(first, self.next_step)
         at = first if at_step is None else at_step
+        if at > LAST_STEP:
+            raise SpecError(
+                f"{what}: at_step is {at}, and no run comes to a step beyond {LAST_STEP}; nothing would change. Give "
+                f"the step from which it should hold ({first} or more), or leave it out."
+            )
         if at < first:
             ahead = f"may have been handed out before the planner was replaced (the first that was not is {first})"
             known = ahead if at >= self.next_step else f"is already planned (the next one is {first})"

@@ -37,6 +37,7 @@ from overlord.core.spec_errors import is_whole
 from overlord.errors import ClosedError, OverlordError, Rewound, ServiceLost, SpecError, StateError, error_named
 from overlord.roles.client import Client, RankView
 from overlord.runtimes.transport.codec import expect_within, raised, receive, send
+from overlord.runtimes.transport.file_limits import out_of_files
 from overlord.runtimes.transport.listener import CONTROL, connect_socket, read_address, socket_path
 
 FAILED = "failed"
@@ -477,13 +478,16 @@ class LocalFeed:
         """Keep the views that came, with their segments mapped."""
         connection = self._connection
         assert connection is not None, "views come over a connection"
-        unseen = iter(fds)
-        for microbatch, view in reply.views.items():
-            if view.new:
-                fd = next(unseen)
-                connection.maps[view.segment] = mmap.mmap(fd, view.capacity, prot=mmap.PROT_READ)
+        try:
+            for microbatch, view in reply.views.items():
+                if view.new:
+                    connection.maps[view.segment] = _map(fds.pop(0), view.capacity)
+                self._ready[step, microbatch] = _Ready(view, connection.maps[view.segment], connection)
+        except BaseException:
+            for fd in fds:
                 os.close(fd)
-            self._ready[step, microbatch] = _Ready(view, connection.maps[view.segment], connection)
+            self._drop_connection()  # the service sends a descriptor only once over a connection
+            raise
         for old in reply.gone:
             connection.maps.pop(old, None)
 
@@ -610,6 +614,16 @@ def _unless_rewound(reply: Any) -> Any:
     if isinstance(reply, Failure) and reply.error == Rewound.__name__:
         raise Rewound(reply.message)
     return reply
+
+
+def _map(fd: int, length: int) -> mmap.mmap:
+    """Map shared memory whose descriptor came from the service; the mapping holds a descriptor of its own."""
+    try:
+        return mmap.mmap(fd, length, prot=mmap.PROT_READ)
+    except OSError as error:
+        raise out_of_files(error, "a batch of the service cannot be mapped into it") or error from error
+    finally:
+        os.close(fd)
 
 
 def _view(root: Any, dtype: str, shape: tuple[int, ...], offset: int) -> Any:

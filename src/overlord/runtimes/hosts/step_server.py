@@ -34,7 +34,7 @@ from overlord.errors import ClosedError, OverlordError, SpecError
 from overlord.roles.client import ENCODERS
 from overlord.roles.data_constructor import DataConstructor
 from overlord.runtimes.hosts.peers import RemotePlanner
-from overlord.runtimes.supervision.cleanup import out_of_files
+from overlord.runtimes.transport.file_limits import out_of_files
 from overlord.runtimes.transport.shared_memory import Arena, Segment
 from overlord.transforms.microbatches.per_microbatch import PackedMicrobatch
 from overlord.transforms.microbatches.step_samples import StepSamples
@@ -521,6 +521,7 @@ logger = logging.getLogger("overlord")
 
 T = TypeVar("T")
 
+BUILDS_NOTHING = "the service cannot build a further step (a smaller prefetch or fewer ranks on this host need fewer)"
 OTHERS_TRIES = 10
 """How often the planner's host is asked, a second each, before the media of a slow host's ranks are decoded here."""
 
@@ -801,7 +802,7 @@ class StepServer:
         try:
             work()
         except BaseException as error:  # the border of the roles: also a decoder's panic must reach the client
-            known = error if isinstance(error, OverlordError) else out_of_files(error)
+            known = error if isinstance(error, OverlordError) else out_of_files(error, BUILDS_NOTHING)
             if known is None:
                 logger.exception("step %d failed", step)
                 known = OverlordError(f"step {step} failed: {type(error).__name__}: {error}")

@@ -20,11 +20,11 @@ from overlord.runtimes.launching.cluster_placement import place_here
 from overlord.runtimes.launching.deployment import tell_of_compiling
 from overlord.runtimes.launching.service_options import Progress, pack
 from overlord.runtimes.supervision.child import Limits
-from overlord.runtimes.supervision.cleanup import check_file_limit
 from overlord.runtimes.supervision.fork_server import start_template
 from overlord.runtimes.supervision.service_process import run_service
 from overlord.runtimes.supervision.supervisor import supervised, unbundled
 from overlord.runtimes.transport.direct import ThreadEngine, ThreadEnvironment
+from overlord.runtimes.transport.file_limits import check_file_limit
 from overlord.runtimes.transport.peer_client import PeerClient
 from overlord.runtimes.transport.process_engine import ProcessEngine
 from overlord.runtimes.transport.role_endpoint import ROLES

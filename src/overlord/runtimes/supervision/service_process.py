@@ -60,6 +60,7 @@ from overlord.runtimes.supervision.child import (
 from overlord.runtimes.supervision.cleanup import set_up_process
 from overlord.runtimes.supervision.early_start import start_service, take_started
 from overlord.runtimes.transport.codec import error_of, failure_of, raised, receive, send
+from overlord.runtimes.transport.file_limits import out_of_files
 from overlord.runtimes.transport.listener import connect_socket
 
 R = TypeVar("R")
@@ -208,6 +209,9 @@ class ServiceChild(ChildProcess):
             self._beat_asked = True
         except (OSError, ServiceLost):
             self._close_heartbeat()  # it is tried again with the next one
+        except OverlordError as error:  # this process has no descriptor left, which says nothing of the service
+            logger.warning("%s", error)
+            self.liveness.excuse(now)
 
     def end(self, wait_s: float) -> None:
         """Close the pipe that keeps it alive; kill it if it is not gone in time."""
@@ -520,7 +524,10 @@ class ServiceProcess:
         limits = Limits(options.heartbeat_s)
         close_s = close_s or limits.service_close
         order = StartOrder(module, environment or {}, pack(job, options), pack(job, again), close_s, limits)
-        self._supervisor = ServiceSupervisor(order)
+        try:
+            self._supervisor = ServiceSupervisor(order)
+        except OSError as error:
+            raise out_of_files(error, "no service process can be started") or error from error
         self._seen: dict[str, Any] | None = None
         self._finalizer = weakref.finalize(self, self._supervisor.close)
         try:

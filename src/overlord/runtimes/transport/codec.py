@@ -18,6 +18,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import errno
 import functools
 import math
 import os
@@ -36,6 +37,7 @@ import numpy.typing as npt
 from overlord.core.client_messages import Failure, Message, Reply, Request
 from overlord.core.samples import dtype_from_text, dtype_to_text, padded
 from overlord.errors import OverlordError, ServiceLost, SpecError, error_named
+from overlord.runtimes.transport.file_limits import out_of_files
 from overlord.version import VERSION
 
 MAX_HEAD = 1 << 30
@@ -252,16 +254,19 @@ def _cut(table: bytearray, block: npt.NDArray[np.uint8]) -> Iterator[Array]:
 def _receive_fds(connection: socket.socket, count: int, on_silence: OnSilence | None) -> list[int]:
     while True:
         try:
-            _, fds, _, _ = socket.recv_fds(connection, 1, count)
+            _, fds, flags, _ = socket.recv_fds(connection, 1, count)
             break
         except (BlockingIOError, TimeoutError) as error:
             _wait_longer(on_silence, error)
         except OSError as error:
             raise ServiceLost(f"the connection broke: {error}") from error
-    if len(fds) < count:  # the sender was killed between the message and what goes along
+    if len(fds) < count:
         for fd in fds:
             os.close(fd)
-        raise ServiceLost("the other side closed the connection")
+        if flags & socket.MSG_CTRUNC:  # the kernel drops those for which this process has no room
+            full = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            raise out_of_files(full, "memory that another process shares with it cannot be mapped") or full
+        raise ServiceLost("the other side closed the connection")  # it was killed in the middle of the message
     return fds
 
 
@@ -372,6 +377,11 @@ def send(connection: socket.socket, message: Message, fds: Sequence[int] = ()) -
             raise TypeError("it holds an array")
     except (TypeError, OverflowError, UnicodeEncodeError) as error:
         raise SpecError(f"{type(message).__name__} cannot be sent to or from the service: {error}") from error
+    if isinstance(message, Request) and len(frame[0]) > MAX_ASKED:
+        raise SpecError(
+            f"{type(message).__name__} has {len(frame[0])} bytes, and a service takes {MAX_ASKED}; it was not sent, "
+            "and nothing has changed. Name many files by a glob or their folder, and leave out what is not needed."
+        )
     send_frame(connection, frame, fds)
 
 

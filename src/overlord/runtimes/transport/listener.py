@@ -6,6 +6,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,15 @@ from overlord.core.client_messages import Beat, Done, Failure, FindBeginning, Me
 from overlord.core.place_tree import ranks_of_host
 from overlord.errors import OverlordError, ServiceLost, SpecError
 from overlord.runtimes.transport.codec import LOOK_S, expect_within, failure_of, receive, receive_request, send
+from overlord.runtimes.transport.file_limits import out_of_files
 
 logger = logging.getLogger("overlord")
 
 CONTROL = "control"
 """The socket of a cluster service's own process: it answers, and has no views."""
+
+NO_FILES_PAUSE_S = 1.0
+"""How long a service that may have no more files open waits before it accepts the next connection."""
 
 Serve = Callable[[socket.socket], None]
 """Serves one connection until its end."""
@@ -46,8 +51,13 @@ def _accept(listener: socket.socket, serve: Serve) -> None:
     while True:
         try:
             connection, _ = listener.accept()
-        except OSError:
-            return  # the listener was closed
+        except OSError as error:
+            failed = out_of_files(error, "no further trainer can attach")
+            if failed is None:
+                return  # the listener was closed
+            logger.error("%s", failed)
+            time.sleep(NO_FILES_PAUSE_S)  # the connection stays in the queue of the kernel until others have ended
+            continue
         threading.Thread(target=_serve, args=(connection, serve), daemon=True).start()
 
 
@@ -171,21 +181,20 @@ def connect_socket(address: str, rank: int | None = None) -> socket.socket:
     Raises:
         SpecError: for what is no address.
         ServiceLost: when no service answers.
+        OverlordError: when this process may have no more files open.
     """
     address = read_address(address)
     path = socket_path(address)
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connection.connect(str(_socket_of(path, rank, address) if path.is_dir() else path))
-    except OSError as error:
-        connection.close()
-        raise ServiceLost(
-            f"no service answers at {address} ({error.strerror or error}); there is no data to train on. Start one "
-            "with `overlord serve` or `overlord.launch` on this host and use the address it shows."
-        ) from error
-    except BaseException:
-        connection.close()
-        raise
+    with contextlib.ExitStack() as opened:
+        try:
+            connection = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            connection.connect(str(_socket_of(path, rank, address) if path.is_dir() else path))
+        except OSError as error:
+            raise out_of_files(error, f"the service at {address} cannot be asked for data") or ServiceLost(
+                f"no service answers at {address} ({error.strerror or error}); there is no data to train on. Start one "
+                "with `overlord serve` or `overlord.launch` on this host and use the address it shows."
+            ) from error
+        opened.pop_all()
     return connection
 
 
