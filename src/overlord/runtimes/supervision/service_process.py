@@ -572,7 +572,7 @@ class ServiceProcess:
                 backoff.pause()  # by then its supervisor has noticed the end
         why = self._seen.get("failed")
         about = {"pid": self.pid, "restarts": self.restarts, "state": "failed" if why else state, "why": why}
-        return {"hosts": [], "faults": []} | self._seen | {"service": about, "restarts": self.restarts}
+        return {"hosts": [], "faults": [], "waits": []} | self._seen | {"service": about, "restarts": self.restarts}
 
     def close(self) -> None:
         """End the service and remove everything it had; of two threads that close it, both return when it is gone."""
