@@ -282,6 +282,16 @@ def test_a_launched_page_that_is_killed_is_started_again(ids_job, tmp_path, capl
     ]
 
 
+@pytest.mark.slow
+def test_a_launched_page_that_is_stopped_for_good_is_started_again(ids_job, tmp_path):
+    with ol.launch(ids_job, cache=tmp_path, dashboard=0) as service:
+        process = until(lambda: page_of(service))
+        assert b"overlord" in get(service.dashboard)
+        process.suspend()
+        assert until(lambda: (one := page_of(service)) and one.pid != process.pid)
+        assert b"overlord" in get(service.dashboard)
+
+
 def test_a_page_that_cannot_run_is_given_up(monkeypatch, caplog):
     monkeypatch.setattr(page_process, "RESTARTS", 1)
     page = PageProcess(0)

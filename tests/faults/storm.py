@@ -14,7 +14,7 @@ Everything else must recover by itself. What is checked:
 
     every step that any rank got, before or after a restart, has the digests of an inline run without faults
     neither a trainer nor the launcher ends for another reason than a fault of its own
-    after every burst of faults, each rank gets its next step within `HUNG_S`
+    after every burst of faults, each rank gets its next step within a minute
     the page answers when the storm is over
     in the end no process, no file in TMPDIR and no segment of shared memory is left
 
@@ -57,11 +57,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ray": {"runtime": "ray", "loader_hosts": 2, "shadows": True},
 }
 HEARTBEAT_S = 2.0
-HUNG_S = 60.0
-"""A rank that waits longer for a step, after the last fault, hangs."""
-GONE_S = {"ray": 90.0}
-"""How long processes and files may take to go after the end, where it is longer than usual: agents of Ray."""
-USUAL_GONE_S = 20.0
+HUNG_S = dict.fromkeys(SETTINGS, 60.0) | {"ray": 120.0}
+"""A rank that waits longer for a step, after the last fault, hangs. A launch on Ray starts a cluster."""
+GONE_S = dict.fromkeys(SETTINGS, 20.0) | {"ray": 90.0}
+"""How long processes and files may take to go after the end: agents of Ray take up to a minute."""
+FIRST_S = 300.0
+"""How long the first launch may take, on a busy host."""
 PACE_S = 0.05
 CHECKPOINT_STEPS = 5
 WATCHDOG_S = 2.0
@@ -170,6 +171,7 @@ class Storm:
     def __init__(self, setting: str, seed: int, folder: Path, data: Path) -> None:
         self._luck = random.Random(seed)
         self._folder, self._data = folder, data
+        self._hung_s = HUNG_S[setting]
         self._temporary = folder / "tmp"
         self._temporary.mkdir()
         (folder / "states").mkdir()
@@ -191,19 +193,20 @@ class Storm:
     def begin(self) -> None:
         """Launch the run, and wait until every rank trains."""
         self._launch()
-        self.wait_for_steps()
+        self.wait_for_steps(within_s=FIRST_S)
 
-    def wait_for_steps(self, further: int = 1) -> None:
+    def wait_for_steps(self, further: int = 1, within_s: float | None = None) -> None:
         """Tend the run until every rank got further steps.
 
         Raises:
             RunEnded: It ended, or a rank waits for too long.
         """
-        until = time.monotonic() + HUNG_S
+        limit_s = within_s or self._hung_s
+        until = time.monotonic() + limit_s
         wanted = [len(record.steps) + further for record in self._records]
         while any(len(record.steps) < count for record, count in zip(self._records, wanted, strict=True)):
             if time.monotonic() > until:
-                raise RunEnded(f"no step for {HUNG_S:g} s: {self._what_is_there()}")
+                raise RunEnded(f"no step for {limit_s:g} s: {self._what_is_there()}")
             self.tend_for(0.02)
 
     def tend_for(self, seconds: float) -> None:
@@ -255,6 +258,7 @@ class Storm:
                 raise RunEnded(f"the launcher ended with code {self._launcher.returncode}")
             self.outcome.launches_ended_by_a_fault += 1
         self._end_trainers()
+        _end(self._launcher)
         self._launch()
 
     def _train(self) -> None:
@@ -269,8 +273,7 @@ class Storm:
 
     def _end_trainers(self) -> None:
         for trainer in self._trainers:
-            trainer.kill()
-            trainer.wait()
+            _end(trainer)
         for record in self._records:
             record.close()
         self._trainers.clear()
@@ -361,14 +364,14 @@ class Storm:
             if process is self._launcher:
                 self._launcher.stdin.close()
             try:
-                if process.wait(HUNG_S) != 0:
+                if process.wait(self._hung_s) != 0:
                     raise RunEnded(f"a process that was asked to end had exit code {process.returncode}")
             except subprocess.TimeoutExpired:
                 raise RunEnded(f"it does not end: {self._what_is_there()}") from None
 
     def _await_page(self) -> None:
         """Wait until the page shows the service."""
-        until = time.monotonic() + HUNG_S
+        until = time.monotonic() + self._hung_s
         while True:
             try:
                 _, url = json.loads((self._folder / "address").read_text())
@@ -398,13 +401,18 @@ class Storm:
         for process in of_folder(self._temporary):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        for child in (*self._trainers, *([self._launcher] if self._launcher else [])):
-            assert child.stdin is not None
-            child.kill()
-            child.wait()
-            child.stdin.close()
+        self._end_trainers()
+        if self._launcher is not None:
+            _end(self._launcher)
         self._log.close()
         return (self._folder / "log").read_text()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    assert process.stdin is not None
+    process.stdin.close()
 
 
 class _Record:
@@ -475,7 +483,7 @@ def run_storm(
                     storm.strike(kinds)
                 storm.wait_for_steps()
             storm.finish()
-            outcome.wrong += leftovers(Path(folder, "tmp"), before, GONE_S.get(setting, USUAL_GONE_S))
+            outcome.wrong += leftovers(Path(folder, "tmp"), before, GONE_S[setting])
         except RunEnded as error:
             outcome.wrong.append(str(error))
         finally:
@@ -509,7 +517,14 @@ def main() -> None:
         print(json.dumps(asdict(outcome)))
         sys.exit(bool(outcome.wrong))
     logging.basicConfig(format="%(asctime)s %(process)d overlord: %(levelname)s: %(message)s", level=logging.WARNING)
-    what, folder, *arguments = options.be
+    try:
+        be(*options.be)
+    except ol.OverlordError as error:  # a traceback in the log is an error that nothing has handled
+        sys.exit(str(error))
+
+
+def be(what: str, folder: str, *arguments: str) -> None:
+    """Be a process of a storm."""
     if what == "launcher":
         data, setting, resume = arguments
         be_launcher(Path(folder), Path(data), setting, resume)

@@ -161,6 +161,7 @@ def _role_parts(status: Mapping[str, Any]) -> list[RenderableType]:
         then = f"back after {fault['took_s']:.2f} s" if "took_s" in fault else "being replaced"
         at = time.strftime("%H:%M:%S", time.localtime(fault["at"]))
         parts.append(f"{at} the {fault['role']} {escape(fault['why'])}; {then}")
+    parts += [f"[yellow]{escape(wait)}[/yellow]" for wait in status.get("waits", ())]
     if status.get("failed"):
         parts.append(f"[red]{escape(status['failed'])}[/red]")
     return parts

@@ -60,6 +60,7 @@ def top_view(status: Mapping[str, Any], *, width: int, height: int | None = None
         then = f"back after {fault['took_s']:.2f} s" if "took_s" in fault else "being replaced"
         clock = time.strftime("%H:%M:%S", time.localtime(fault["at"]))
         parts.append(Text(f"{clock} the {fault['role']} {fault['why']}; {then}", style="red"))
+    parts += [Text(wait, style="yellow") for wait in status.get("waits", ())]
     return Group(*parts)
 
 

@@ -408,6 +408,8 @@ class Heartbeat(Message, frozen=True):
     """The newest step that a client of it has come to."""
     clients: int = 0
     """Clients that are attached to it."""
+    waits: tuple[str, ...] = ()
+    """What its worker and reader processes have not answered for some seconds."""
 
 
 class AddedSource(Message, frozen=True):

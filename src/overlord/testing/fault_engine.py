@@ -153,7 +153,7 @@ class FaultEnvironment(CallerEnvironment):
         self._touch = touch
         self._places: list[_FaultyPlace] = []
 
-    def isolate(self, count: int, ends: contextlib.ExitStack) -> Isolate | None:
+    def isolate(self, options: ServiceOptions, ends: contextlib.ExitStack) -> Isolate | None:
         return self._isolate
 
     def open_place(self, store: str, options: StorageOptions | None = None) -> Place:

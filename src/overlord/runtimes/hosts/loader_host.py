@@ -59,7 +59,7 @@ class LoaderHost(RoleHost):
             if at_once
             else given.worker_threads,
         )
-        isolate = self._environment.isolate(self._options.threads, self._ends)
+        isolate = self._environment.isolate(self._options, self._ends)
         self._executors = self._environment.executors(self._options.threads, self._options.worker_threads, self._ends)
         isolate_reader = self._environment.isolate_reader(self._options, self._ends)
         prepared = self._environment.prepare(self._job, self._options, isolate=isolate, isolate_reader=isolate_reader)

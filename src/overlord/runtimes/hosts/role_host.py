@@ -24,6 +24,7 @@ from overlord.runtimes.launching.deployment import (
     prepare,
 )
 from overlord.runtimes.launching.service_options import ServiceOptions
+from overlord.runtimes.supervision.child import Limits
 from overlord.runtimes.supervision.cleanup import make_until_gone
 from overlord.runtimes.supervision.process_workers import ProcessWorkers
 from overlord.runtimes.supervision.reader_processes import ReaderProcesses
@@ -58,15 +59,15 @@ class RoleEnvironment:
         ends.callback(executors.close)
         return executors
 
-    def isolate(self, count: int, ends: contextlib.ExitStack) -> Isolate | None:
+    def isolate(self, options: ServiceOptions, ends: contextlib.ExitStack) -> Isolate | None:
         """Return what brings Python code into process workers, until the role ends."""
-        processes = ProcessWorkers(count)
+        processes = ProcessWorkers(options.threads, Limits(options.heartbeat_s))
         ends.callback(processes.close)
         return processes.isolate
 
     def isolate_reader(self, options: ServiceOptions, ends: contextlib.ExitStack) -> IsolateReader | None:
         """Return what brings the reading of files into reader processes, until the role ends."""
-        readers = ReaderProcesses(options.threads, parses=options.pooled)
+        readers = ReaderProcesses(options.threads, Limits(options.heartbeat_s), parses=options.pooled)
         ends.callback(readers.close)
         return readers.isolate
 
@@ -140,7 +141,7 @@ class RoleHost:
 
     def prepare(self, message: Prepare) -> Nothing:
         """Bring the job into the form its stream is made from, with the sources that were added since."""
-        isolate = self._environment.isolate(self._options.threads, self._ends) if self._options.pooled else None
+        isolate = self._environment.isolate(self._options, self._ends) if self._options.pooled else None
         self._prepared = self._with_added(self._environment.prepare(self._job, self._options, isolate=isolate), message)
         return Nothing()
 

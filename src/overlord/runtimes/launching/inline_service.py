@@ -104,7 +104,7 @@ class InlineService:
 
     def status(self) -> dict[str, Any]:
         """Return what every role holds and has met; there are no hosts that could be lost."""
-        return self.ask(GetStatus()).content | {"hosts": [], "faults": []}
+        return self.ask(GetStatus()).content | {"hosts": [], "faults": [], "waits": []}
 
     def close(self) -> None:
         """End the roles and remove what is temporary."""

@@ -198,6 +198,14 @@ class ChildProcess:
             self.ended = self.killed_for or ("was lost" if code is None else how_it_ended(code))
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a child of this process was stopped by a signal, and has not been continued."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return False  # it was waited for a moment ago
+
+
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 """Of linux/prctl.h."""
 

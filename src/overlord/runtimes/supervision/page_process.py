@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable
 
 from overlord.errors import SpecError, pip_install
-from overlord.runtimes.supervision.child import LIMITS
+from overlord.runtimes.supervision.child import LIMITS, is_stopped
 from overlord.runtimes.supervision.early_start import start_python
 
 LOOPBACK = "127.0.0.1"
@@ -28,6 +28,8 @@ MOST_PORT = 65535
 NEEDS = ("starlette", "uvicorn")
 TOKEN_VARIABLE = "OVERLORD_PAGE_TOKEN"
 """Holds the token of a page that may change the service. Arguments could be read by every user of the host."""
+LOOK_EVERY_S = 1.0
+"""How often it is looked at whether the page is stopped."""
 RESTARTS = 5
 """How often a page that ends soon after its start is started again."""
 
@@ -85,7 +87,7 @@ class _KeptProcess:
     def _keep(self) -> None:
         restarts, told = 0, False
         while True:
-            code = self._process.wait()
+            code = self._wait()
             with self._lock:
                 if self._ended:
                     return
@@ -103,6 +105,17 @@ class _KeptProcess:
                         "the process of the live page %s ended (exit code %d); it is started again", url, code
                     )
                 self._process = self._start()
+
+    def _wait(self) -> int:
+        """Return the exit code of the process when it has ended; kill one that is stopped: browsers wait for it."""
+        stopped_at: float | None = None
+        while True:
+            try:
+                return self._process.wait(LOOK_EVERY_S)
+            except subprocess.TimeoutExpired:
+                stopped_at = (stopped_at or time.monotonic()) if is_stopped(self._process.pid) else None
+                if stopped_at is not None and time.monotonic() - stopped_at > LIMITS.role_silence:
+                    self._process.kill()
 
     def end(self) -> None:
         """End the process, and start no other."""

@@ -316,7 +316,8 @@ class ProcessWorkers:
         if file is not None:
             loaded = json.dumps([file.path, list(file.reserved), file.digest])
             self._server.preloads = list(dict.fromkeys([*self._server.preloads, loaded]))
-        return Isolated(self, code, name, deadline, users=not getattr(function, "only_reads", False))
+        users, check = not getattr(function, "only_reads", False), getattr(function, "check", None)
+        return Isolated(self, code, name, deadline, users=users, check=check)
 
     def each(self, function: Callable[[Any], T], items: Sequence[Any], item_s: float, owner: object = None) -> list[T]:
         """Apply a function that borrows a worker to every item, side by side; results in order.
@@ -568,9 +569,18 @@ class Isolated:
     """A function in process workers; made by `ProcessWorkers.isolate`."""
 
     def __init__(
-        self, pool: ProcessWorkers, code: bytes, name: str, deadline: float | None, *, users: bool = True
+        self,
+        pool: ProcessWorkers,
+        code: bytes,
+        name: str,
+        deadline: float | None,
+        *,
+        users: bool = True,
+        check: Callable[[RowBatch], None] | None = None,
     ) -> None:
         self._pool = pool
+        self._check = check
+        """Raises ValueError for what the function never makes: a worker whose memory is damaged answers anything."""
         self._users = users
         """Whether it is a function of the user: it can run in the service instead."""
         self._code = np.frombuffer(code, np.uint8)
@@ -762,6 +772,21 @@ class Isolated:
                 self._pause(loss)
                 alone = True  # what stood in its other line may have killed it
 
+    def _check_made(self, line: _Line, made: RowBatch, count: int) -> None:
+        """Check an answer of a function of overlord's own, which makes no mistakes.
+
+        Raises:
+            ChildLost: when it makes no sense: the worker is out of order, and is ended.
+        """
+        try:
+            if any(len(column) != count for column in made.values()):
+                raise ValueError(f"{ ({k: len(v) for k, v in made.items()}) } rows of {count}")
+            if self._check is not None:
+                self._check(made)
+        except Exception as error:  # whatever damaged bytes make of numpy, JSON or UTF-8
+            line.asked = True  # it is asked nothing else
+            raise ChildLost(f"its answer makes no sense: {error}", Blame.ITSELF) from None
+
     def _limits(self, rows: int) -> CallLimits:
         """Return how long a worker may take for so many rows."""
         of = self._pool.limits
@@ -812,6 +837,8 @@ class Isolated:
             # Not by the clock on the wall: on a busy host rows would seem to cost more, and be sent by ever fewer.
             row_s = max(took.seconds, 1e-7) / max(num_rows(rows), 1)
             self._row_s += (row_s - self._row_s) / 4 if self._row_s else row_s
+        if not self._users:
+            self._check_made(line, made, num_rows(rows))
         filled = made.pop(_FILLED, None)
         if places is not None and isinstance(filled, Ragged) and len(filled) == num_rows(rows):
             for row, place in enumerate(places.arrays):

@@ -43,6 +43,8 @@ class RoleInstance:
     """Whether it is not to run at the moment."""
     clients: int = 0
     """Clients that are attached to it."""
+    waits: tuple[str, ...] = ()
+    """What its worker and reader processes have not answered for some seconds."""
     rewound: bool = False
     """Whether it reported that all ranks go back to an earlier step."""
     told: Pending | None = field(default=None, repr=False)
@@ -144,7 +146,9 @@ class RoleTable:
         with self.lock:
             hosts = self.running()
             shadows = sum(host != NO_HOST for host in self.assignment.shadow)
-            found = {"hosts": [self._describe(one) for one in hosts], "shadows": shadows}
+            # Roles of one process tell the same.
+            waits = list(dict.fromkeys(wait for one in hosts if one.peer is not None for wait in one.waits))
+            found = {"hosts": [self._describe(one) for one in hosts], "shadows": shadows, "waits": waits}
             return found | self._engine.describe([(one.site, one.pid) for one in hosts]) | {"failed": self.failed}
 
     def _describe(self, one: RoleInstance) -> dict[str, Any]:

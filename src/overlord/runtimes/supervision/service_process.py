@@ -57,6 +57,7 @@ from overlord.runtimes.supervision.child import (
     Limits,
     Liveness,
     Restarts,
+    is_stopped,
     name_process,
 )
 from overlord.runtimes.supervision.cleanup import set_up_process
@@ -204,7 +205,7 @@ class ServiceChild(ChildProcess):
         """Kill it when it has been silent for too long."""
         starting = self.address is None
         # One that is stopped by a signal while its interpreter starts is not given the time that a busy host takes.
-        limit_s = self._limits.service_starting_silence if starting and self._is_stopped() else None
+        limit_s = self._limits.service_starting_silence if starting and is_stopped(self.pid) else None
         if self.liveness.hangs(now, limit_s=limit_s):
             while_it = " while it started, and was killed" if starting else " and was killed"
             self.kill(f"hung for {self.liveness.silent_s(now):.1f} s{while_it}")
@@ -247,13 +248,6 @@ class ServiceChild(ChildProcess):
         self._ended_at = self._ended_at or time.monotonic()
         self._close_heartbeat()
         super().note_end(code)
-
-    def _is_stopped(self) -> bool:
-        """Whether it was stopped by a signal, and has not been continued."""
-        try:
-            return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:
-            return False  # it was waited for a moment ago
 
     def _receive_heartbeat(self) -> None:
         assert self._heartbeat is not None
@@ -621,7 +615,7 @@ class ServiceProcess:
         why = self._seen.get("failed")
         about = {"pid": self.pid, "restarts": self.restarts, "state": "failed" if why else state, "why": why}
         about |= {} if state == "up" else {"doing": self._supervisor.doing}
-        return {"hosts": [], "faults": []} | self._seen | {"service": about, "restarts": self.restarts}
+        return {"hosts": [], "faults": [], "waits": []} | self._seen | {"service": about, "restarts": self.restarts}
 
     def close(self) -> None:
         """End the service and remove everything it had; of two threads that close it, both return when it is gone."""

@@ -31,6 +31,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,17 @@ class StartupLiveness:
         return None
 
 
+STATUS_S = 3.0
+"""How long `status` waits for roles that are busy, where it can tell what they said before."""
+
+
+def _fulfil(call: Future[dict[str, Any]], work: Callable[[], dict[str, Any]]) -> None:
+    try:
+        call.set_result(work())
+    except BaseException as error:
+        call.set_exception(error)
+
+
 class Supervisor:
     """The supervisor of the roles of one service.
 
@@ -177,6 +189,10 @@ class Supervisor:
         self._facts: dict[str, SourceFacts] = {}
         self._positions = Positions([], [], {}, {}, {})
         self._last_status: dict[str, Any] = {}
+        self._status_lock = threading.Lock()
+        self._status_call: Future[dict[str, Any]] | None = None
+        self._waits_itself = idle is not None
+        """Whether there are no other threads."""
         self.first_step = 0
         spares, per_host = spares_of(options, sites)
         self.table = RoleTable(engine, sites, spares, self._limits, clock, idle)
@@ -252,10 +268,32 @@ class Supervisor:
         if not isinstance(request, GetStatus):
             return self._peers.insist(PLANNER, "ask", request)
         if not self._last_status or not (self.table.failed or self.peer(PLANNER) is None):
-            # Constructor hosts say first how far their clients are.
-            self._ask_running("constructor", "tell_progress", Nothing(), self._limits.progress)
-            self._last_status = self._peers.insist(PLANNER, "ask", request).content
+            self._refresh_status(request)
         return Document(self._last_status | self.describe())  # a planner that is being replaced gave it before
+
+    def _refresh_status(self, request: GetStatus) -> None:
+        """Ask the planner how things are; where roles are busy and it was told before, only for a moment.
+
+        A loader that waits for a worker process answers nothing else, and that is when a user asks what is waited for.
+        """
+        if self._waits_itself or not self._last_status:
+            self._last_status = self._new_status(request)
+            return
+        with self._status_lock:
+            call = self._status_call
+            if call is None or call.done():
+                call = self._status_call = Future()
+                threading.Thread(
+                    target=_fulfil, args=(call, lambda: self._new_status(request)), name="overlord-status", daemon=True
+                ).start()
+        with contextlib.suppress(TimeoutError):
+            self._last_status = call.result(STATUS_S)
+
+    def _new_status(self, request: GetStatus) -> dict[str, Any]:
+        # Constructor hosts say first how far their clients are.
+        self._ask_running("constructor", "tell_progress", Nothing(), self._limits.progress)
+        found: dict[str, Any] = self._peers.insist(PLANNER, "ask", request).content
+        return found
 
     def peer(self, name: str) -> Peer | None:
         """Return the peer of a role; None while it is being replaced."""
@@ -349,6 +387,7 @@ class Supervisor:
             one.rewound = heartbeat.rewound
             one.served = max(one.served, heartbeat.served)
             one.clients = heartbeat.clients
+            one.waits = heartbeat.waits
             one.beat = one.peer.ask("beat", Nothing())
             if heartbeat.version < self.table.version:
                 one.told = self.table.introduce(one.peer)

@@ -25,6 +25,8 @@ from overlord.runtimes.hosts.shared_planner import Pace
 from overlord.runtimes.launching.cluster_placement import Site
 from overlord.runtimes.launching.deployment import IsolateReader, Prepared
 from overlord.runtimes.launching.service_options import Progress, ServiceOptions
+from overlord.runtimes.supervision.blame import late_calls
+from overlord.runtimes.supervision.child import Limits
 from overlord.runtimes.supervision.process_workers import ProcessWorkers
 from overlord.runtimes.supervision.reader_processes import ReaderProcesses
 from overlord.runtimes.transport.engine import SERVICE, Membership, Peer, Pending, Sender
@@ -101,7 +103,7 @@ class CallerEnvironment(SharedEnvironment):
     def executors(self, threads: int, worker_threads: int, ends: contextlib.ExitStack) -> Executors:
         return Executors.of_caller()
 
-    def isolate(self, count: int, ends: contextlib.ExitStack) -> Isolate | None:
+    def isolate(self, options: ServiceOptions, ends: contextlib.ExitStack) -> Isolate | None:
         return None
 
     def isolate_reader(self, options: ServiceOptions, ends: contextlib.ExitStack) -> IsolateReader | None:
@@ -125,7 +127,8 @@ class DirectPeer:
         """Call a method of the role."""
         if method == "beat":
             served, rewound = self.role.await_progress(0.0), self.role.rewound
-            return Answered(Heartbeat(self.peer_client.version, rewound=rewound, served=served))
+            waits = tuple(late_calls())
+            return Answered(Heartbeat(self.peer_client.version, rewound=rewound, served=served, waits=waits))
 
         def work() -> Any:
             self.peer_client.check(sender)
@@ -250,13 +253,14 @@ class ThreadEnvironment(SharedEnvironment):
     def __init__(self, runtime: str, options: ServiceOptions, progress: Progress) -> None:
         self.runtime = runtime
         self._progress = progress
-        self._processes = ProcessWorkers(options.threads)
-        self._readers = ReaderProcesses(options.threads, parses=options.pooled)
+        limits = Limits(options.heartbeat_s)
+        self._processes = ProcessWorkers(options.threads, limits)
+        self._readers = ReaderProcesses(options.threads, limits, parses=options.pooled)
 
     def progress(self, what: str, done: int, of: int) -> None:
         self._progress(what, done, of)
 
-    def isolate(self, count: int, ends: contextlib.ExitStack) -> Isolate | None:
+    def isolate(self, options: ServiceOptions, ends: contextlib.ExitStack) -> Isolate | None:
         return self._processes.isolate
 
     def isolate_reader(self, options: ServiceOptions, ends: contextlib.ExitStack) -> IsolateReader | None:

@@ -23,6 +23,7 @@ from overlord.runtimes.hosts.peers import Blobs
 from overlord.runtimes.hosts.planner_host import PlannerHost
 from overlord.runtimes.hosts.role_host import RoleHost
 from overlord.runtimes.launching.service_options import unpack
+from overlord.runtimes.supervision.blame import late_calls
 from overlord.runtimes.supervision.child import LIMITS, Limits
 from overlord.runtimes.supervision.cleanup import set_up_process
 from overlord.runtimes.transport.codec import Frame
@@ -109,7 +110,8 @@ class RoleEndpoint:
         busy_s = 0.0 if oldest is None else time.monotonic() - oldest
         rewound = self._failed is None and self._role is not None and self._role.rewound
         clients = 0 if self._role is None else self._role.clients
-        return answer_to_frame(Heartbeat(self.peer_client.version, busy_s, rewound, served, clients))
+        waits = tuple(late_calls())
+        return answer_to_frame(Heartbeat(self.peer_client.version, busy_s, rewound, served, clients, waits))
 
 
 def finished(answer: Any) -> Any:

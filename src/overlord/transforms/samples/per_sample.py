@@ -267,6 +267,35 @@ def no_seeds(rows: RowBatch) -> UInt64s:
     return np.zeros(num_rows(rows), np.uint64)
 
 
+_MEDIA_COLUMNS = {
+    "media_bytes": np.int64, "media_start": np.int32, "media_length": np.int32, "media_grid": np.int32,
+    "media_seconds": np.float32, "media_seed": np.uint64,
+}  # fmt: skip
+MOST_PATCHES = 1 << 31
+
+
+def check_media(kept: RowBatch, tokens: Int64s) -> None:
+    """Raise ValueError for columns of media that point outside of their rows, whatever made them."""
+    columns = {name: ragged_column(kept, name) for name in _MEDIA_COLUMNS}
+    start, encoded = columns["media_start"], ragged_column(kept, "media")
+    for name, column in columns.items():
+        items = column.lengths // 3 if name == "media_grid" else column.lengths
+        if column.values.dtype != _MEDIA_COLUMNS[name] or (items != start.lengths).any():
+            raise ValueError(f"{name} of {column.values.dtype} for other items than media_start")
+    begin, length, nbytes = (flat(columns[f"media_{name}"]).astype(np.int64) for name in ("start", "length", "bytes"))
+    grids = flat(columns["media_grid"]).reshape(-1, 3).astype(np.float64)
+    rows = np.repeat(np.arange(len(start)), start.lengths)
+    if len(rows) == 0:
+        return
+    if begin.min() < 0 or length.min() < 0 or (begin + length > tokens[rows]).any():
+        raise ValueError("items of media outside of the tokens of their rows")
+    room = encoded.lengths * encoded.values.itemsize
+    if nbytes.min() < 0 or nbytes.max() > room.max() or (np.bincount(rows, nbytes, len(start)) > room).any():
+        raise ValueError("items of media outside of the bytes of their rows")
+    if grids.min() < 0 or grids.prod(axis=1).max() > MOST_PATCHES:
+        raise ValueError("items of media of impossible sizes")
+
+
 def flat(rows: Ragged) -> npt.NDArray[Any]:
     """Return the values of all rows, concatenated."""
     return rows.values[rows.offsets[0] : rows.offsets[-1]]

@@ -51,6 +51,7 @@ from overlord.transforms.samples.per_sample import (
     SampleTransform,
     UInt64s,
     Workers,
+    check_media,
     ragged_column,
 )
 from overlord.transforms.samples.sample_kinds import make_transform
@@ -238,9 +239,31 @@ class MeasureRows(_OfSource):
     def __call__(self, rows: RowBatch) -> RowBatch:
         return measure_rows(self.transform, rows, self._parse)
 
+    @staticmethod
+    def check(made: RowBatch) -> None:
+        """Raise ValueError for what no row is measured as; the kernels that place samples do not look."""
+        numbers = np.asarray(made[_NUMBERS])
+        if numbers.ndim != 2 or numbers.dtype != np.int64 or numbers.shape[1] not in (6, 7):
+            raise ValueError(f"lengths of {numbers.dtype} {numbers.shape}")
+        if numbers.size and (numbers.min() < 0 or numbers.max() > np.iinfo(np.int32).max):
+            raise ValueError(f"lengths from {numbers.min()} to {numbers.max()}")
+        for _, reasons in _texts(made, _FAULT):
+            told = json.loads(reasons)
+            if not (isinstance(told, list) and len(told) == 2 and all(isinstance(one, str) for one in told)):
+                raise ValueError(f"the reasons {reasons:.80}")
+        if "kept media" in made:
+            check_media({name.removeprefix("kept "): column for name, column in made.items()}, numbers[:, 0])
+
 
 class EncodeRows(_OfSource):
     """Tokenizes texts whose lengths were known before planning."""
+
+    @staticmethod
+    def check(made: RowBatch) -> None:
+        """Raise ValueError for what no text is tokenized to."""
+        if ragged_column(made, "tokens").values.dtype != np.int32:
+            raise ValueError("tokens that are no 32-bit integers")
+        _ = _texts(made, _FAULT), _texts(made, _WRONG)
 
     def __call__(self, rows: RowBatch) -> RowBatch:
         transform: Any = self.transform
@@ -251,6 +274,11 @@ class EncodeRows(_OfSource):
 
 class DecodeRows(_OfSource):
     """Decodes items into their places: pixels are too many to be copied once more."""
+
+    @staticmethod
+    def check(made: RowBatch) -> None:
+        """Raise ValueError for anything but the reasons of faults."""
+        _texts(made, _FAULT)
 
     def __call__(self, rows: RowBatch, places: Sequence[Place]) -> RowBatch:
         decoder = self.transform.decoder
