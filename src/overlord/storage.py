@@ -26,7 +26,7 @@ StorageOptions = Mapping[str, str | int | float | bool]
 def make_private(folder: Path) -> None:
     """Make a folder, and those above it, that only this user can enter, whatever the umask.
 
-    Folders that are there stay as they are: whoever made them decided who may enter.
+    Folders that are there keep their modes, which were chosen when they were made.
     """
     if folder.is_dir():
         return

@@ -655,8 +655,9 @@ def ray_service(job: Job, options: ServiceOptions, progress: Progress | None) ->
     if tuple(int(part) for part in found.split(".")[:2] if part.isdecimal()) < LEAST_RAY:
         least = ".".join(map(str, LEAST_RAY))
         raise SpecError(
-            f"launch: runtime is 'ray', and Ray {found} is installed, whose ports cannot ask for a token: any user who "
-            f"reaches one could run code as you. Install Ray {least} or newer, or use runtime='local' on one host."
+            f"launch: runtime is 'ray', and Ray {found} is installed, whose ports cannot ask for a token: other "
+            f"users of the network could run code as you. Install Ray {least} or newer, or use runtime='local' on one "
+            "host."
         )
     environment = dict(RAY_ENVIRONMENT)
     if options.cluster is not None and options.cluster.address is None:
