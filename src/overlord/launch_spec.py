@@ -230,7 +230,7 @@ class LaunchOptions(Spec):
     threads: Annotated[int, whole(1, "nothing would be decoded. Leave it out")] | None = None
     """Cores for decoding and the like; by default the host's less the trainers', and 2 on ray."""
     store: Word | None = None
-    """Folder or URL for the journal and snapshots; none keeps none."""
+    """Folder or URL for the journal and snapshots; without one, a temporary folder that goes at the end."""
     store_options: dict[str, str | int | float | bool] = Field(default={}, repr=False)
     """Of a store that is a URL: what its filesystem must know, as a source's storage_options."""
     keep: Annotated[int, whole(1, "nothing could be resumed. Write 256 or more")] = 256
