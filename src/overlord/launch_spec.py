@@ -231,7 +231,7 @@ class LaunchOptions(Spec):
     threads: Annotated[int, whole(1, "nothing would be decoded. Leave it out")] | None = None
     """Cores for decoding and the like; by default the host's less the trainers', and 2 on ray."""
     store: Word | None = None
-    """Folder or URL for the journal and snapshots; none keeps none."""
+    """Folder or URL for the journal and snapshots; without one, a temporary folder that goes at the end."""
     store_options: dict[str, str | int | float | bool] = Field(default={}, repr=False)
     """Of a store that is a URL: what its filesystem must know, as a source's storage_options."""
     source_options: dict[str, dict[str, Any]] = Field(default={}, repr=False)

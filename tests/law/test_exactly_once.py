@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import pytest
@@ -145,3 +146,26 @@ def test_overlength_policies(tmp_path, cache):
     assert lengths("drop") == ([10, 20], 1)
     with pytest.raises(ol.PlanError, match=r"sample a:0:1@0 has 50 tokens, more than context_length=32"):
         lengths("error")
+
+
+def test_an_evaluation_takes_source_after_source_and_row_after_row(tmp_path, cache):
+    sources = []
+    for name in ("late", "early"):  # in the order of the job, not of their names
+        for file in range(3):
+            lengths = [1 + (7 * row + 3 * file) % 30 for row in range(20)]
+            rows = "\n".join(json.dumps({"ids": [5] * length}) for length in lengths)
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / f"{file}.jsonl").write_text(rows)
+        sources.append(ol.Source(name, str(tmp_path / name), sample=ol.Text("ids", tokenized=True)))
+    job = ol.Job(sources, batch=ol.Batch(64, global_samples=10)).evaluation()
+    expected = [(name, file, row) for name in ("late", "early") for file in range(3) for row in range(20)]
+
+    def steps_of(**options) -> list[list[tuple[str, int, int]]]:
+        with ol.launch(job, runtime="inline", cache=cache, **options) as service:
+            ids = [[id for batch in step.microbatches for id in batch.meta.sample_ids] for step in service.client()]
+        return [[(one.source, one.file, one.row_in_file) for one in step] for step in ids]
+
+    plain = [sample for step in steps_of(strategy="vanilla") for sample in step]
+    assert plain == expected, "on one rank without balancing samples are in order inside steps too"
+    balanced = steps_of()
+    assert [set(step) for step in balanced] == [set(expected[at : at + 10]) for at in range(0, 120, 10)]

@@ -451,9 +451,11 @@ class Job(Spec):
         return [source.name for source in self.sources]
 
     def evaluation(self) -> Job:
-        """Return the job that gives every sample once, in order, and ends.
+        """Return the job that gives every sample once, and ends.
 
-        Weights do not count: a source with weight 0 is read as well.
+        Steps take one source after the other, and the rows of each in the order of its files. Inside a step samples are
+        where the strategy places them: "vanilla" on one data-parallel rank leaves them in order. Weights do not count:
+        a source with weight 0 is read as well.
         """
         sources = tuple(s.model_copy(update={"shuffle_bytes": 0, "weight": None}) for s in self.sources)
         mixture = Mixture(order="sequential", stopping="all_exhausted_without_replacement")
