@@ -135,5 +135,5 @@ def test_a_function_that_takes_all_memory_ends_in_words_and_not_the_host():
 
     with ProcessWorkers(1) as pool:
         isolated = pool.isolate(greedy, "greedy")
-        with pytest.raises(OverlordError, match="greedy: the function failed as a whole.*out of memory: a worker may"):
+        with pytest.raises(OverlordError, match=r"greedy: the function failed as a whole.*out of memory: a worker may"):
             isolated({"n": np.arange(1)})
