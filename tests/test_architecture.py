@@ -139,6 +139,7 @@ def test_nothing_read_is_evaluated_or_unpickled():
                 "service_options.py",
                 "process_workers.py",
                 "reader_processes.py",
+                "tokenizer_trial.py",
             )
             assert path.name in launched, "code goes from the launcher to its own roles"
 
@@ -247,8 +248,8 @@ IMAGES += "jpeg_scaling extra_formats folder"
 def test_job_fields_grow_deliberately():
     fields = {
         "Job": "sources mixture tokenizer batch seed overlength lag max_steps drop_last",
-        "Source": "name path sample weight lengths shuffle_bytes order_by join tolerance format config split "
-        "storage_options",
+        "Source": "name path sample weight lengths shuffle_bytes max_row_bytes order_by join tolerance format config "
+        "split storage_options",
         "Join": "path columns by key missing format config split storage_options",
         "Batch": "context_length global_tokens global_samples microbatch_tokens microbatches",
         "Text": "kind column tokenized special_tokens bos eos",

@@ -28,7 +28,7 @@ import yaml
 from overlord.core.spec_errors import MOST_PROBLEMS, Loc, Locate, did_you_mean, follow, in_yaml, nearest
 from overlord.errors import OverlordError, SpecError, joined
 from overlord.job.hook_specs import HOOK_KINDS, JOB_FILE_MODULE, search_beside
-from overlord.job.plain_yaml import SafeLoader, TooMuchYaml, check_yaml
+from overlord.job.plain_yaml import SafeLoader, TooMuchYaml, build_yaml, check_yaml
 from overlord.job.spec_model import Spec, describe_schema, field_docs
 from overlord.job.specs import (
     Audio,
@@ -274,7 +274,7 @@ def _parse_yaml(file: Path) -> tuple[dict[Any, Any], yaml.Node]:
         data: object = None
         if root is not None:
             _refuse_double_keys(root, file)
-            data = yaml.load(text, SafeLoader)
+            data = build_yaml(text)
     except yaml.MarkedYAMLError as error:
         mark, begin = error.problem_mark or error.context_mark, error.context_mark
         line = f":{mark.line + 1}" if mark else ""

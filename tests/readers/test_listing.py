@@ -92,7 +92,7 @@ def test_a_path_without_files_is_named(pattern: str, tree: Path):
 
 
 def test_only_empty_files_are_an_error(tree: Path):
-    with pytest.raises(SourceError, match=r"all 1 files of .*empty.* are empty; the source would have no samples"):
+    with pytest.raises(SourceError, match=r"the only file of .*empty.* is empty; the source would have no samples"):
         names(tree, "empty")
     with pytest.raises(SourceError, match=r"names no path"):
         list_files([])

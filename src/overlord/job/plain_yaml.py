@@ -38,7 +38,16 @@ def load_yaml(text: str) -> Any:
         {'a': [1, 2], 'b': [1, 2]}
     """
     check_yaml(text)
-    return yaml.load(text, SafeLoader)
+    return build_yaml(text)
+
+
+def build_yaml(text: str) -> Any:
+    """Return the value of a YAML text that `check_yaml` has passed."""
+    loader = SafeLoader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 def check_yaml(text: str) -> None:
