@@ -1,7 +1,7 @@
 """What a running service does, in one sentence: what holds up its trainers, or what it is doing.
 
 `overlord top`, `overlord status`, the live page and the report of a run all say what `sentence_of` makes of a status.
-The rates in it are those that the service itself took, so whoever asks, and however often, is told the same.
+The rates in it are those that the service itself took, so all of them say the same, however often they ask.
 """
 
 from __future__ import annotations

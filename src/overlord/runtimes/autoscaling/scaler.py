@@ -162,7 +162,7 @@ class Scaler:
             self._thread.join(self._scaling.interval_s + 1.0)
 
     def describe(self) -> dict[str, Any]:
-        """Return what was seen and decided so far, for `status`: all who ask are told the same."""
+        """Return what was seen and decided so far, for `status`."""
         found = self._bottleneck
         scaling = {
             "on": self._act is not None,
