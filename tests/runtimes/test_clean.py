@@ -324,7 +324,7 @@ def test_launcher_and_service_are_killed(ids_job, cache, nothing_left):
 )
 def test_what_is_stopped_when_its_launcher_is_killed_goes_too(mixed_job, cache, nothing_left, setting):
     """A process that is stopped cannot see that its launcher or its service is gone."""
-    launcher, address, pid = started_launcher(mixed_job, cache, setting)
+    launcher, address, _ = started_launcher(mixed_job, cache, setting)
     there = psutil.Process(launcher.pid).children(recursive=True)
     assert len(there) > 3
     for process in there:
