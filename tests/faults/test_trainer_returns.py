@@ -222,8 +222,8 @@ def test_a_rank_that_died_alone_goes_on_alone(ids_job, cache):
             seen(other, 6)
             for step in range(6):
                 other.report(step, {"loss": 1.0})
+        trainer = Trainer(service.address, 1, 3, 8)
         with service.client(0, step=6) as other:
-            trainer = Trainer(service.address, 1, 3, 8)
             assert [index for index, *_ in trainer.finish()] == [8, 9, 10]
             trainer.kill()
             with service.client(1, step=10) as client:
@@ -231,6 +231,20 @@ def test_a_rank_that_died_alone_goes_on_alone(ids_job, cache):
             assert seen(other, 2)[0][0] == 6
         assert service.status()["restarts"] == 0
     assert len(expected) == 8
+
+
+def test_a_rank_that_was_a_step_behind_when_all_died_goes_back_with_the_others(ids_job, cache):
+    """It could go on at once, and would then hold a step of the lineage that the others leave."""
+    with ol.launch(ids_job, mesh=ol.ClientPlaceTree(dp=2), cache=cache) as service:
+        with service.client(0) as ahead, service.client(1) as late:
+            expected = [seen(ahead, 8), seen(late, 6)]
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(service.client, 1, 6)
+            time.sleep(1.0)
+            assert not first.done(), "rank 0, which was further, may go back to the same step"
+            with service.client(0, step=6) as ahead, first.result(60) as late:
+                assert seen(ahead, 2) == expected[0][6:]
+                assert [index for index, *_ in seen(late, 3)] == [6, 7, 8]
 
 
 def test_ranks_that_disagree_are_told(ids_job, cache, monkeypatch):

@@ -318,6 +318,8 @@ RETURN_S = 60.0
 """How long a planner that came in the place of another waits for ranks to say where they are."""
 ASKED_S = 3.0
 """How long a rank counts as asking for a step after it did so last: trainers ask again and again until they die."""
+RESTART_S = 30.0
+"""How long a rank that could go on waits for ranks that were further and died: they may go back to its step."""
 JOIN_S = 0.5
 """How long a rank that must wait for others is kept waiting before it is told."""
 KEPT_LABELS = 64
@@ -437,6 +439,8 @@ class SharedPlanner:
         self._measured_at: tuple[int, float, float] | None = None
         self._measured_weights: tuple[float, ...] = ()
         self._rewound = rewound
+        self._waits_since: dict[int, float] = {}
+        """Since when ranks that could go on wait for others that died."""
         self._asked: dict[int, tuple[int, float, bool]] = {}
         self._told = set[int]()
         self._replayable: set[int] = set()
@@ -623,6 +627,7 @@ class SharedPlanner:
             now = self._pace.now()
             self._asked = {r: asked for r, asked in self._asked.items() if now - asked[1] < ASKED_S}
             self._told &= set(self._asked)
+            self._waits_since = {r: since for r, since in self._waits_since.items() if r in self._asked}
             positions = {r: at for news in self._news.values() for r, at in news.positions.items()}
             back = goes_back(planner, rank, step, self._reached, positions)
             self._asked[rank] = (step, now, back)
@@ -636,6 +641,11 @@ class SharedPlanner:
                     self._told.clear()
                 raise ranks_disagree(steps)
             if not back:
+                died = self._died_further(step, steps, positions, planner.meshes.at(step))
+                if died and not request.alone and now - self._waits_since.setdefault(rank, now) < RESTART_S:
+                    self._pace.wait(self._changed, JOIN_S)
+                    return msg.RanksMissing([(r, None) for r in died])
+                self._waits_since.pop(rank, None)
                 return _beginning(planner, step, planner.meshes.at(step))
             if step not in self._replayable:
                 self._check_replayable(step)
@@ -677,6 +687,20 @@ class SharedPlanner:
             ) from error
         refuse_coming_step(planner, step)  # the stream may end before it
         return True
+
+    def _died_further(
+        self, step: int, asked: Mapping[int, int], positions: Mapping[int, int], mesh: ClientPlaceTree
+    ) -> list[int]:
+        """Return the ranks that were further than a step, are gone, and have not come back.
+
+        All trainers are started again together, and these will ask for the same step: then the stream goes back for all
+        ranks. A rank that was not as far could go on at once, and would hold steps of a lineage that was left.
+        """
+        return [
+            rank
+            for rank in range(mesh.world_size)
+            if rank not in asked and rank not in positions and self._reached.get(rank, step) > step
+        ]
 
     def _write_rewind(self, step: int, mesh: ClientPlaceTree) -> None:
         planner = self._planner
