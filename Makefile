@@ -7,32 +7,45 @@ VENV := .venv
 BIN := $(VENV)/bin
 USABLE := $(VENV)/.usable
 READY := $(VENV)/.ready
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# The documentation needs its own extra only; an install that has everything has that too.
+DOCS := $(or $(wildcard $(READY)),$(VENV)/.docs)
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
+PIP := PYTHONUNBUFFERED=1 $(BIN)/python -m pip install --disable-pip-version-check
+# One line for each package, as it is found, and one when they are unpacked.
+SHOWN := | awk '/^(Collecting|Building wheel|Installing)/ { print "  " substr($$0, 1, 100); fflush() }'
 
 .PHONY: setup demo demo-long test test-slow test-trainers test-nightly test-bounds test-all lint docs bench clean
 
 setup: $(READY)
 
-# What runs a job: a tenth of what the tests need.
-$(USABLE): pyproject.toml
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "overlord needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 2; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	@$(PYTHON) -m venv $(VENV) || \
 		{ echo "the venv module is missing; on Debian: apt-get install python3-venv"; exit 2; }
+	@$(PIP) --quiet --upgrade pip
+
+# What runs a job: a tenth of what the tests need.
+$(USABLE): pyproject.toml | $(BIN)/python
 	@echo "installing what runs a job into $(VENV): about half a minute"
-	$(PIP) --upgrade pip
-	$(PIP) -e '.[dashboard]'
-	$(BIN)/python -m compileall -q src  # an editable install has no bytecode, and some environments let no process write any
-	@echo "compiling the kernels, once for this install: about a minute"
-	$(BIN)/python -c 'from overlord.runtimes.launching.deployment import warm_everything as warm; warm()'  # compiled once, so that no first run waits for it
+	@$(PIP) -e '.[dashboard]' $(SHOWN)
+	@$(BIN)/python -m compileall -q src  # an editable install has no bytecode, and some environments let no process write any
+	@echo "compiling the kernels, once for this install, so that no run waits for it: about a minute on a quiet machine"
+	@$(BIN)/python -c 'from overlord.runtimes.launching.deployment import warm_everything as warm; warm(lambda what: print(" ", what, flush=True))'
 	@touch $(USABLE)
 
 # Everything: the trainers, Ray, linters, the documentation site.
 $(READY): $(USABLE)
 	@echo "installing torch, Ray, linters and what the tests need: some minutes, gigabytes with CUDA"
-	$(PIP) torch==2.13.0
-	$(PIP) -e '.[dev]'
+	@$(PIP) torch==2.13.0 $(SHOWN)
+	@$(PIP) -e '.[dev]' $(SHOWN)
 	@touch $(READY)
+
+$(VENV)/.docs: pyproject.toml | $(BIN)/python
+	@echo "installing what builds the documentation into $(VENV)"
+	@$(PIP) -e '.[docs]' $(SHOWN)
+	@touch $@
 
 demo: $(USABLE)
 	$(BIN)/overlord demo
@@ -85,7 +98,7 @@ test-trainers: $(TRAINERS)/.ready
 test-all: test test-slow test-trainers test-nightly
 
 # The site, into build/docs: open build/docs/index.html, no server and no network needed. A broken link or anchor fails it.
-docs: $(READY)
+docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "build/docs/index.html"
 

@@ -124,12 +124,13 @@ def test_what_a_client_holds_and_asks_after_a_kill(ids_job, cache):
         began = time.monotonic()
         in_hand = next(client)
         assert [batch.digest() for batch in in_hand.microbatches] == later[0][2]
-        assert time.monotonic() - began < 1.2, "a step in hand waits for nobody: a start takes longer"
+        waited = time.monotonic() - began
         assert held.digest() == expected[4][2][0]
         for opened in (lazy, step):
             digests = [batch.digest() for batch in opened.microbatches]
             found.append((opened.index, opened.plan_digest, digests))
         assert found == expected
+        assert waited < 0.5 * (time.monotonic() - began), "a step in hand does not wait for the start, as others do"
         rest = consume(client, 5)
         assert [(in_hand.index, in_hand.plan_digest, [b.digest() for b in in_hand.microbatches]), *rest] == later
     with ol.launch(ids_job, cache=cache) as service, service.client() as client:

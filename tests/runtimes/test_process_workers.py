@@ -218,11 +218,10 @@ def test_a_function_that_hangs_on_every_row_stops_the_source(pool):
     began = time.monotonic()
     with pytest.raises(ol.ToleranceError, match=r"'behave' hangs: 3 rows .* limit of 0\.5 s.* raise the deadline="):
         run(rows_of([SLEEP] * 40))
-    assert time.monotonic() - began < 15 * 0.5 + 10
-    began = time.monotonic()
-    with pytest.raises(ol.ToleranceError, match="hangs"):  # whoever asks again does not wait again
+    waited = time.monotonic() - began
+    with pytest.raises(ol.ToleranceError, match="hangs"):  # a caller that asks again does not wait again
         run(rows_of([1, 2]))
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began - waited < 0.5 * waited
 
 
 def test_rows_that_hang_among_others_are_judged_one_by_one(pool):

@@ -227,10 +227,8 @@ def _spin(stop: threading.Event) -> None:
 def test_time_is_kept_where_samples_are_slow(tmp_path: Path, cache: str) -> None:
     path = write_rows(tmp_path / "a.jsonl", [4] * 500)
     slow = ol.Source("slow", path, sample=ol.Custom(napping, columns=["ids"], process=False))
-    began = time.monotonic()
     found = by_name(profiled(job_of(slow), cache, samples=10_000, seconds=0.2))["slow"]
-    assert time.monotonic() - began < 20  # all of them would take 50 s; a busy host is allowed a lot
-    assert 1 <= found.samples < 100
+    assert 1 <= found.samples < 100, "not all 500"
     assert found.measure_s >= 0.8 * NAP_S
 
 

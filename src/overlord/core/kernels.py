@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from typing import Any
 
 
@@ -77,7 +78,7 @@ def _stamp_cache(compiled: Any) -> None:
     while modules:
         names = modules.pop()
         if names["__file__"] not in stamps:
-            stamps[names["__file__"]] = names["__loader__"].path_stats(names["__file__"])  # as for a module's bytecode
+            stamps[names["__file__"]] = SourceFileLoader("", "").path_stats(names["__file__"])  # as of its bytecode
             found = (getattr(value, "py_func", getattr(value, "_function", None)) for value in list(names.values()))
             modules += [one.__globals__ for one in found if one is not None]
     cache_file._source_stamp = [stamps[file] for file in sorted(stamps)]

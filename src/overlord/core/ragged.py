@@ -77,6 +77,33 @@ def _check_copied(inside: bool) -> None:
         raise IndexError("a row lies outside the memory it is copied from or to: its offsets are damaged")
 
 
+def _seen(*arrays: Array) -> tuple[Array, ...]:
+    """Return read-only views of what a kernel only reads.
+
+    Arrays from another process are read-only, which is another type to numba: it would compile the kernel once more for
+    each combination of them.
+    """
+    views = tuple(array.view() for array in arrays)
+    for view in views:
+        view.flags.writeable = False
+    return views
+
+
+def _words(array: Array) -> Array:
+    """Return numbers of any type as unsigned integers of their size: what kernels that only copy are compiled for."""
+    return array.view(f"u{array.itemsize}")
+
+
+def warm_ragged() -> None:
+    """Compile or load the kernels of this file, for values of every size."""
+    for size in (1, 2, 4, 8):
+        rows = Ragged(np.ones(2, f"u{size}"), np.arange(3))
+        rows.take(np.array([1, 0]))
+        gather_runs(rows.values, np.zeros(1, np.int64), np.ones(1, np.int64))
+    one = np.zeros((1, 1), np.int64)
+    gather_columns([("", np.dtype(np.uint8), True)], [(np.zeros(1, np.uint8), one[0])], one, one)
+
+
 def gather_runs(values: Array, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Array:
     """Return runs of an array one behind the other.
 
@@ -86,7 +113,7 @@ def gather_runs(values: Array, starts: npt.NDArray[np.int64], lengths: npt.NDArr
     """
     offsets = offsets_of(lengths)
     out = np.empty(int(offsets[-1]), values.dtype)
-    _check_copied(_copy_runs(values, starts, np.asarray(lengths, np.int64), offsets[:-1], out))
+    _check_copied(_copy_runs(*_seen(_words(values), starts, np.asarray(lengths, np.int64), offsets[:-1]), _words(out)))
     return out
 
 
@@ -172,7 +199,7 @@ class Ragged:
 
     def take_into(self, rows: npt.NDArray[np.integer], out: Array) -> None:
         """Copy the given rows, one behind the other, into `out`."""
-        _check_copied(_gather(self.values, self.offsets, np.asarray(rows, np.int64), out))
+        _check_copied(_gather(*_seen(_words(self.values), self.offsets, np.asarray(rows, np.int64)), _words(out)))
 
     @staticmethod
     def concat(parts: Sequence[Ragged]) -> Ragged:
@@ -231,7 +258,7 @@ class Scattered:
         """Return the rows one behind the other, in memory that is given or new."""
         offsets = offsets_of(self.sizes)
         out = np.empty(int(offsets[-1]), np.uint8) if out is None else out[: int(offsets[-1])]
-        _check_copied(_copy_runs(self.memory, self.begin, self.sizes, offsets[:-1], out))
+        _check_copied(_copy_runs(*_seen(self.memory, self.begin, self.sizes, offsets[:-1]), out))
         return Ragged(out.view(self.dtype), offsets // self.dtype.itemsize)
 
 
@@ -387,7 +414,7 @@ def gather_rows(parts: Sequence[tuple[RowsInPlace, npt.NDArray[np.int64]]]) -> R
         memory = np.empty(int(offsets[-1]), np.uint8)
         for column, places in columns:
             assert isinstance(column, Scattered) and column.dtype == first.dtype, "parts have the same columns"
-            _check_copied(_copy_runs(column.memory, column.begin, column.sizes, offsets[:-1][places], memory))
+            _check_copied(_copy_runs(*_seen(column.memory, column.begin, column.sizes, offsets[:-1][places]), memory))
         made[name] = Ragged(memory.view(first.dtype), offsets // first.dtype.itemsize)
     return made
 
@@ -420,7 +447,7 @@ def gather_columns(
         offsets = offsets_of(lengths)
         out = np.empty(int(offsets[-1]), np.uint8) if memory is None else memory.empty(int(offsets[-1]))
         for source, rows in parts:
-            _check_copied(_copy_some(source, rows, starts, offsets, out))
+            _check_copied(_copy_some(*_seen(source, rows, starts, offsets), out))
         values = out.view(dtype)
         made[name] = Ragged(values, offsets // dtype.itemsize) if ragged else values
     return made

@@ -12,7 +12,6 @@ import numpy as np
 
 from overlord.core.draw import Pieces, cut_pieces
 from overlord.core.place_tree import ClientPlaceTree
-from overlord.core.ragged import Ragged
 from overlord.planning import strategies
 from overlord.planning.balancing.balance import METHODS, MethodName, Objective, balance, place
 from overlord.planning.balancing.packing import PackMethod
@@ -55,7 +54,6 @@ def warm_kernels() -> None:
             _balance(method, objective)
     place(*_ITEMS, 4, 2, 16, group_size=2)
     place(*_ITEMS, 2, 2, 16, level="intra")
-    Ragged.from_rows([b"ab", b"c"]).take(np.array([1, 0]))
 
 
 def _balance(method: MethodName, objective: Objective) -> None:

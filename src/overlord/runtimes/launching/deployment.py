@@ -20,7 +20,7 @@ from overlord.core.messages import SourceFacts
 from overlord.core.order import BEGIN, DataFile, SortedOrder, SourceOrder
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import count_labels
-from overlord.core.ragged import Kind, Ragged, RowBatch, gather_runs
+from overlord.core.ragged import Kind, Ragged, RowBatch, warm_ragged
 from overlord.core.samples import FILE_SHIFT, Cursor
 from overlord.core.spec_errors import list_some
 from overlord.core.states import StreamState, restricted_parts
@@ -740,9 +740,9 @@ def warm_job(job: Job, layout: Layout) -> None:
     if any(isinstance(source.sample, (ImageSpec, Video)) for source in job.sources):
         warm_images()
     if layout.pixels == "float32":
-        normalize_patches(np.zeros((1, 3), np.uint8), layout.mean, layout.std, 1 / 255, np.empty((1, 3), np.float32))
+        _warm_normalizing()
     if any(isinstance(source.sample, Audio) for source in job.sources):
-        log_mel(np.zeros(400, np.float32), mels=8, sample_rate=16000, frames=2)
+        _warm_sounds()
     if any(isinstance(source.sample, Chat) for source in job.sources):
         _warm_spans()
 
@@ -752,10 +752,8 @@ def warm_common() -> None:
     tell_of_compiling()
     warm_launch()
     warm_packing()
-    for kind in (np.int32, np.int64, np.uint8):
-        Ragged(np.ones(2, kind), np.arange(3)).take(np.array([1, 0]))
+    warm_ragged()
     for values in (np.zeros(1, np.uint8), np.frombuffer(b"0", np.uint8)):  # payloads are read-only
-        gather_runs(values, np.zeros(1, np.int64), np.ones(1, np.int64))
         count_labels(values, np.zeros(1, np.int64), np.ones(1, np.int64))
     warm_spill()
 
@@ -766,22 +764,36 @@ def _warm_positions() -> None:
     copy_runs(whole, np.empty(12, np.int64), zero, zero + 4, zero, 4)
 
 
+def _warm_normalizing() -> None:
+    normalize_patches(np.zeros((1, 3), np.uint8), (0, 0, 0), (1, 1, 1), 1.0, np.empty((1, 3), np.float32))
+
+
+def _warm_sounds() -> None:
+    log_mel(np.zeros(400, np.float32), mels=8, sample_rate=16000, frames=2)
+
+
 def _warm_spans() -> None:
     one = Ragged(np.zeros(1, np.int32), np.arange(2))
     encoded = TokenSpans(one, np.zeros(1, np.int32), np.ones(1, np.int32))
     loss_in_spans(encoded, Ragged(np.array([0, 1]), np.array([0, 2])), np.ones(1, np.int64))
 
 
-def warm_everything() -> None:
-    """Compile every kernel there is."""
+def warm_everything(tell: Callable[[str], object] = lambda what: None) -> None:
+    """Compile every kernel there is, for every type of argument that a run gives it.
+
+    Args:
+        tell: Is told what comes next; all of it takes a minute or two.
+    """
     from overlord.readers.hooked.tfrecord import warm_examples  # no launch needs it
 
-    warm_common()
-    warm_kernels()
-    warm_footer()
-    warm_images()
-    _warm_positions()
-    normalize_patches(np.zeros((1, 3), np.uint8), (0, 0, 0), (1, 1, 1), 1.0, np.empty((1, 3), np.float32))
-    log_mel(np.zeros(400, np.float32), mels=8, sample_rate=16000, frames=2)
-    _warm_spans()
-    warm_examples()
+    parts: dict[str, tuple[Callable[[], None], ...]] = {
+        "draw, balance and packing": (warm_common,),
+        "strategies": (warm_kernels,),
+        "images": (warm_images, _warm_normalizing),
+        "positions, sounds and chats": (_warm_positions, _warm_sounds, _warm_spans),
+        "file formats": (warm_footer, warm_examples),
+    }
+    for number, (what, warmed) in enumerate(parts.items(), 1):
+        tell(f"{number} of {len(parts)}: {what}")
+        for warm in warmed:
+            warm()

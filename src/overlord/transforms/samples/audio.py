@@ -204,7 +204,7 @@ def log_mel(sound: Float32s, *, mels: int, sample_rate: int, frames: int) -> Flo
     out = np.full((mels, frames), np.log10(FLOOR))
     for at in range(0, heard, _FRAMES_AT_ONCE):
         spectrum = np.fft.rfft(spans[at : at + _FRAMES_AT_ONCE] * taper, axis=1)
-        _log_bands(spectrum.view(np.float64), weights, first, last, out[:, at : at + len(spectrum)])
+        _log_bands(spectrum.view(np.float64), weights, first, last, out, at)
     np.maximum(out, out.max() - RANGE, out=out)
     return ((out + 4.0) / 4.0).astype(np.float32)
 
@@ -220,8 +220,8 @@ def _bank(mels: int, sample_rate: int) -> tuple[Float64s, npt.NDArray[np.int64],
 
 
 @kernel
-def _log_bands(spectrum: Any, weights: Any, first: Any, last: Any, out: Any) -> None:
-    """Write log10 of every band's power; sums run in one order, so they are the same on any number of threads."""
+def _log_bands(spectrum: Any, weights: Any, first: Any, last: Any, out: Any, at: int) -> None:
+    """Write log10 of every band's power from column `at` on; sums run in one order, whatever the number of threads."""
     power = np.empty(weights.shape[1])
     for frame in range(spectrum.shape[0]):
         for k in range(len(power)):
@@ -231,7 +231,7 @@ def _log_bands(spectrum: Any, weights: Any, first: Any, last: Any, out: Any) -> 
             total = 0.0
             for k in range(first[band], last[band]):
                 total += weights[band, k] * power[k]
-            out[band, frame] = np.log10(max(total, FLOOR))
+            out[band, at + frame] = np.log10(max(total, FLOOR))
 
 
 def _mel(hertz: Float64s) -> Float64s:
