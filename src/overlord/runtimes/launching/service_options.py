@@ -27,7 +27,7 @@ from overlord.planning.checking import Strategy
 from overlord.roles.assignment import shadowed
 from overlord.runtimes.launching.cluster_placement import ClusterOptions
 from overlord.runtimes.supervision.child import usable_cpus
-from overlord.runtimes.transport.user_code import pickled
+from overlord.runtimes.transport.user_code import by_value
 from overlord.scaling.autoscaler import Scaling
 from overlord.scaling.partition import Actor
 from overlord.version import VERSION
@@ -218,7 +218,7 @@ def pack(job: Job, options: ServiceOptions) -> bytes:
         SpecError: when a function or object of the user's cannot be pickled.
     """
     try:
-        body = pickled((job, options), _Pickler)
+        body = by_value((job, options), _Pickler)
     except Exception as error:  # whatever a user's object raises when it is pickled
         raise SpecError(
             f"the job cannot be sent to the service process ({type(error).__name__}: {error}); nothing could run. "

@@ -100,7 +100,7 @@ from overlord.runtimes.transport.role_codec import (
     send_message,
 )
 from overlord.runtimes.transport.shared_memory import Segment, find_segment, read_only_view, round_up, shared_heap
-from overlord.runtimes.transport.user_code import pickled
+from overlord.runtimes.transport.user_code import by_value
 from overlord.transforms.samples.images import warm_images
 from overlord.transforms.samples.per_sample import OUT_OF_MEMORY, Place
 from overlord.transforms.samples.tokenize import TokenizerFile, load_tokenizer
@@ -306,7 +306,7 @@ class ProcessWorkers:
             SpecError: when the function cannot be sent to another process.
         """
         try:
-            code = pickled(function)
+            code = by_value(function)
         except Exception as error:  # whatever a user's object raises when it is pickled
             raise SpecError(
                 f"{name}: the function cannot be sent to a worker process ({type(error).__name__}: {error}); no sample "

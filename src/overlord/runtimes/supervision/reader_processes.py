@@ -57,7 +57,7 @@ from overlord.runtimes.supervision.fork_server import ForkedChild, ForkServer
 from overlord.runtimes.supervision.work_clock import Spent, WorkClock, note_help
 from overlord.runtimes.transport.role_codec import receive_message, receive_rows, send_message, send_rows
 from overlord.runtimes.transport.shared_memory import FreedMemory
-from overlord.runtimes.transport.user_code import pickled
+from overlord.runtimes.transport.user_code import by_value
 
 logger = logging.getLogger("overlord")
 
@@ -425,7 +425,7 @@ class StreamingReader(IsolatedReader):
 
 
 def _given(file: StoredFile, index: BlockIndex | None) -> RowBatch:
-    return {"given": np.frombuffer(pickled((file, index)), np.uint8)}
+    return {"given": np.frombuffer(by_value((file, index)), np.uint8)}
 
 
 def _checked(answer: tuple[WorkerMessage, RowBatch]) -> tuple[RowsMade, RowBatch]:

@@ -13,7 +13,7 @@ SPAWNED_MAIN = "__mp_main__"
 module exists there only; cloudpickle knows that of `__main__` alone."""
 
 
-def pickled(value: Any, pickler: type[Any] = cloudpickle.Pickler) -> bytes:
+def by_value(value: Any, pickler: type[Any] = cloudpickle.Pickler) -> bytes:
     """Return a value pickled; functions and classes of the running script go by value, wherever that script runs."""
     if SPAWNED_MAIN in sys.modules:
         cloudpickle.register_pickle_by_value(sys.modules[SPAWNED_MAIN])
