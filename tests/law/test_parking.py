@@ -255,3 +255,63 @@ def test_a_source_returns_where_the_stream_stopped_though_a_crash_came_between(i
         assert service.return_source("b") == at
         while client.next_step <= at:
             next(client)
+
+
+@pytest.mark.parametrize("becomes", ["gone", "replaced"])
+def test_a_service_that_dies_goes_on_without_a_parked_source_whose_files_are_away(folder, tmp_path, becomes, caplog):
+    options = {"runtime": "inline", "cache": str(tmp_path / "cache"), "on_source_failure": "park"}
+    job, disk, store = job_of(folder), Disk(folder, "b"), tmp_path / "store"
+
+    def order(service: ol.Service, steps: range) -> list[str]:
+        return [service.plan_raw(step).draw.digest for step in steps]
+
+    with ol.launch(job, store=store, **options) as service:
+        service.plan_raw(1)
+        disk.unplug()
+        found = order(service, range(18))
+        since = service.status()["sources"]["b"]["parked"]["since"]
+        assert 1 < since < 18
+        if becomes == "replaced":
+            write_ids(folder / "b" / "0.jsonl", [5] * 12, 7000)
+        service._runtime.crash()  # the snapshot is that of step 0: the steps before the park cannot be drawn again
+        found += order(service, range(18, 24))
+        assert service.status()["sources"]["b"]["parked"]["since"] == since
+        assert "source 'b' is parked, and the stream goes on without it" in caplog.text
+        service.return_source("b", at_step=60)
+        service.plan_raw(60)
+        why = service.status()["sources"]["b"]["parked"]["why"]
+        assert ("not those that the stream began with" if becomes == "replaced" else "matches no file") in why
+        if becomes == "replaced":
+            (folder / "b" / "0.jsonl").unlink()
+            (folder / "b").rmdir()
+        state = service.client()._feed.state(70)
+        disk.plug_in()
+        back = service.return_source("b")
+        assert "b" in service.plan_raw(back).draw.names
+    disk.unplug()
+    with ol.launch(job, state=state, **options) as service:  # by hand, with the files still gone
+        assert set(np.unique(service.plan_raw(70).draw.source)) == {0, 2}
+    disk.plug_in()
+    with ol.launch(job, runtime="inline", cache=str(tmp_path / "cache")) as service:
+        service.park_source("b", at_step=since)
+        assert order(service, range(24)) == found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{}, {"loader_hosts": 2}], ids=["local", "processes"])
+def test_real_processes_are_replaced_while_a_parked_source_is_away(folder, tmp_path, how):
+    disk = Disk(folder, "b")
+    with ol.launch(job_of(folder), cache=str(tmp_path / "cache"), **how) as service, service.client() as client:
+        at = service.park_source("b")
+        while client.next_step < at + 2:
+            list(next(client).microbatches)
+        disk.unplug()
+        for host in service.status()["hosts"] or [{"role": "loader", "pid": service.pid}]:
+            if host["role"].startswith("loader"):
+                os.kill(host["pid"], signal.SIGKILL)
+        for _ in range(12):
+            assert sources_of(next(client)) == {"a", "c"}
+        disk.plug_in()
+        at = service.return_source("b")
+        steps = [next(client) for _ in range(at - client.next_step + 1)]
+        assert "b" in sources_of(steps[-1])

@@ -289,24 +289,34 @@ def test_a_trainer_learns_why_the_service_ended(ids_job, cache, nothing_left, ho
     end(trainer)
 
 
-def test_an_inline_service_that_is_not_closed_leaves_nothing(ids_job, cache, tmp_path):
+@pytest.mark.parametrize("replays", [False, True], ids=["launch", "replay"])
+def test_an_inline_service_that_is_killed_leaves_nothing(ids_job, cache, tmp_path, replays):
     script = """
-import json, os, sys
+import json, os, signal, sys
 import overlord as ol
 job = ol.Job.from_mapping(json.loads(sys.argv[1]))
-service = ol.launch(job, cache=sys.argv[2], runtime="inline")
+if sys.argv[3]:
+    with ol.launch(job, cache=sys.argv[2], runtime="inline", store=sys.argv[3]) as service:
+        next(service.client())
+    service = ol.replay(sys.argv[3], 0, cache=sys.argv[2])
+else:
+    service = ol.launch(job, cache=sys.argv[2], runtime="inline")
 next(service.client())
-if os.fork() == 0:
-    sys.exit()  # what a fork has of it is its parent's
-os.wait()
-print(len([name for name in os.listdir(os.environ["TMPDIR"]) if name.startswith("overlord-")]))
+print("serves", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
 """
+    store = str(tmp_path / "store") if replays else ""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, ids_job.model_dump_json(by_alias=True), cache],
-        env={**os.environ, "TMPDIR": str(tmp_path)}, check=True, capture_output=True, text=True,
+        [sys.executable, "-c", script, ids_job.model_dump_json(by_alias=True), cache, store],
+        env={**os.environ, "TMPDIR": str(temporary)}, capture_output=True, text=True,
     )  # fmt: skip
-    assert done.stdout == "1\n"
-    assert not list(tmp_path.glob("overlord-*"))
+    assert done.stdout == "serves\n", done.stderr
+    until = time.monotonic() + DEADLINE_S
+    while list(temporary.iterdir()) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not list(temporary.iterdir())
 
 
 def test_launcher_and_service_are_killed(ids_job, cache, nothing_left):

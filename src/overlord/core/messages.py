@@ -386,6 +386,10 @@ class SourceFacts(NamedTuple):
     total_bytes: int
 
 
+UNKNOWN_FILES = SourceFacts("unknown", "", 0)
+"""What is known of a parked source whose files could not be opened."""
+
+
 class Alive(Message, frozen=True):
     """The answer to `alive`: the process of the role, and how many sources it has opened."""
 
@@ -428,6 +432,8 @@ class OpenedSources(Message, frozen=True):
     """What the loader hosts found when they opened sources, by the names of those."""
 
     facts: dict[str, SourceFacts]
+    missing: dict[str, tuple[str, str]] = msgspec.field(default_factory=dict[str, tuple[str, str]])
+    """Sources that could not be opened, with the class and the message of the error."""
 
 
 class Positions(Message, frozen=True):
@@ -440,6 +446,8 @@ class Positions(Message, frozen=True):
     verdicts: dict[str, Any]
     snapshots: dict[str, Any]
     """The counters of loaders, by the names of their sources."""
+    away: dict[str, str] = msgspec.field(default_factory=dict[str, str])
+    """Parked sources whose files are away, with their digests, which the files must have when they return."""
 
 
 class BeginPlanning(Message, frozen=True):

@@ -245,6 +245,7 @@ __all__ = [
     "image_tokens",
     "pick_frames",
     "smart_resize",
+    "source_digest",
     "stream_parts",
     "video_frames",
     "video_grid",
@@ -527,11 +528,11 @@ def stream_parts(job: Job, *, tokenizer_digest: str, listings: Mapping[str, str]
         "tokenizer": tokenizer_digest,
         "mixture": mixture,
         "weights": {source.name: source.weight for source in job.sources if source.weight is not None},
-        "sources": {source.name: _source_digest(source, listings[source.name]) for source in job.sources},
+        "sources": {source.name: source_digest(source, listings[source.name]) for source in job.sources},
     }
 
 
-def _source_digest(source: Source, listing: str) -> str:
+def source_digest(source: Source, listing: str) -> str:
     """Return "how it is read:which files": two digests, so that a refusal can tell which of them changed."""
     fields = {"sample", "lengths", "shuffle_bytes", "format", "order_by", "join"}
     how = source.model_dump(

@@ -399,6 +399,7 @@ class Planner:
                     raise
                 # The change is on disk before the draw is repeated.
                 self.sources.park(error.source, step, why=str(error)[:REASON_LENGTH], failed=True)
+                self.checkpoints.wanted = step
 
     def _record(self, plan: LoadingPlan, before: StreamState, after: StreamState) -> None:
         self.latest_weights = plan.draw.weights
@@ -581,6 +582,9 @@ class Checkpoints:
         """The step before which every client has finished."""
         self.snapshot_every = SNAPSHOT_EVERY
         """Steps between snapshots."""
+        self.wanted = step
+        """A snapshot is due as soon as clients have finished the steps before this one: they cannot be drawn again, as
+        one of their sources cannot be read any more."""
 
     def begin(self) -> None:
         """Begin a lineage in the store, unless the stream continues one; nothing can be planned before."""
@@ -625,7 +629,8 @@ class Checkpoints:
 
     @property
     def _snapshot_due(self) -> bool:
-        return self.passed // self.snapshot_every > self._saved // self.snapshot_every
+        due = self.passed // self.snapshot_every > self._saved // self.snapshot_every
+        return due or self._saved < self.wanted <= self.passed
 
     @property
     def _horizon_due(self) -> bool:

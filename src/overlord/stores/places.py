@@ -1,4 +1,4 @@
-"""The place of a store: a folder of this host, or a URL of any filesystem that pyarrow knows.
+"""The place of a store: a folder of this host, a URL of any filesystem that pyarrow knows, or memory of this process.
 
 Rules of this file:
 1. When `write` or `append` returns, the data is on disk or in the object store. A written file appears completely or
@@ -14,7 +14,9 @@ import contextlib
 import errno
 import os
 import shutil
+import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -107,6 +109,8 @@ def open_place(store: str, options: StorageOptions | None = None) -> Place:
         >>> place.read("a/b"), place.names("a")
         (b'hello', {'b': 5})
     """
+    if store in _in_memory:
+        return _in_memory[store]
     if "://" not in store or store.startswith("file://"):
         if "://" not in store and not Path(store).is_absolute():
             # `store_path` makes paths absolute. A relative one depends on the working folder of the process that opens
@@ -261,6 +265,74 @@ class _LocalAppender:
                 os.ftruncate(self._descriptor, self._end)
         finally:
             os.close(self._descriptor)
+
+
+class MemoryPlace:
+    """Files in the memory of this process, for a store that needs not outlive it: however it ends, nothing is left.
+
+    `open_place` finds it by its name as long as something refers to it.
+
+    Example:
+        >>> place = MemoryPlace()
+        >>> place.write("a/b", b"hello")
+        >>> open_place(place.name).names(), place.names("a")
+        ({'a/': 0}, {'b': 5})
+    """
+
+    can_append = True
+
+    def __init__(self) -> None:
+        self.name = f"memory://{uuid.uuid4().hex}"
+        self._files: dict[str, tuple[bytearray, float]] = {}
+        _in_memory[self.name] = self
+
+    def write(self, name: str, data: bytes) -> None:
+        self._files[name] = bytearray(data), time.time()
+
+    def create(self, name: str, data: bytes) -> str | None:
+        if name in self._files:
+            return None
+        self.write(name, data)
+        return name
+
+    def open_append(self, name: str) -> Appender:
+        self.write(name, b"")
+        return _MemoryAppender(self._files[name][0])
+
+    def read(self, name: str) -> bytes | None:
+        return bytes(self._files[name][0]) if name in self._files else None
+
+    def exists(self, name: str) -> bool:
+        return name in self._files
+
+    def names(self, folder: str = "") -> dict[str, int]:
+        prefix, sizes = f"{folder.rstrip('/')}/" if folder else "", dict[str, int]()
+        for path, (data, _) in self._files.items():
+            if path.startswith(prefix):
+                name, below, _ = path.removeprefix(prefix).partition("/")
+                sizes[name + below] = 0 if below else len(data)
+        return sizes
+
+    def written_at(self, name: str) -> float | None:
+        return self._files[name][1] if name in self._files else None
+
+    def delete(self, name: str) -> None:
+        for path in [path for path in self._files if path == name or (name.endswith("/") and path.startswith(name))]:
+            del self._files[path]
+
+
+_in_memory: weakref.WeakValueDictionary[str, MemoryPlace] = weakref.WeakValueDictionary()
+
+
+class _MemoryAppender:
+    def __init__(self, data: bytearray) -> None:
+        self._data = data
+
+    def append(self, data: bytes) -> None:
+        self._data += data
+
+    def close(self) -> None:
+        pass  # it holds nothing
 
 
 class RemotePlace:

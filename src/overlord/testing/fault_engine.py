@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -572,7 +571,6 @@ class FaultService(InlineService):
     """
 
     blobs = Blobs()
-    scratch_in = "/dev/shm" if os.path.isdir("/dev/shm") else None  # nothing of it must outlive this process
 
     def __init__(
         self, job: Job, options: ServiceOptions, faults: FaultInjector, isolate: Isolate | None = None

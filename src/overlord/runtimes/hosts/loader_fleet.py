@@ -166,6 +166,10 @@ class LoaderFleet:
         """The sources that are loaded here."""
         return tuple(self._pools)
 
+    def until_read(self, read: Callable[[], T]) -> T:
+        """Read what is promised: again and again where the launch lets sources fail, otherwise once."""
+        return read() if self._retry is None else self._retry.until_read(read)
+
     def summary_buffer(self, requests: Sequence[MetaRequest]) -> list[MetaDelta]:
         """Ask the loader of each request's source."""
         return self._callers.map(lambda request: self._pools[request.source].summary_buffer(request), requests)
@@ -186,7 +190,7 @@ class LoaderFleet:
             def take() -> Staged:
                 return self._pools[order.source].pop(order)
 
-            return take() if self._retry is None else self._retry.until_read(take)
+            return self.until_read(take)
 
         staged = self._callers.map(pop, orders)
         return lambda: self._callers.map(lambda one: self._pools[one.order.source].finish(one), staged)

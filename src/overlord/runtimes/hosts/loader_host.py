@@ -30,14 +30,15 @@ from overlord.core.messages import (
 )
 from overlord.core.order import BEGIN
 from overlord.core.samples import Cursor
-from overlord.job.specs import Source
+from overlord.errors import OverlordError, SourceError
+from overlord.job.specs import Source, source_digest
 from overlord.readers.source_files import SourceFiles
 from overlord.roles.poisoned_rows import verdicts_from_json
 from overlord.runtimes.hosts.loader_fleet import LoaderFleet, StagedSteps, make_fleet, make_pool
 from overlord.runtimes.hosts.peers import RemoteVerdicts
 from overlord.runtimes.hosts.role_host import RoleHost
 from overlord.runtimes.launching.add_source import open_last_source, with_source, without_last_source
-from overlord.runtimes.launching.deployment import facts_of, index_first_windows, open_files
+from overlord.runtimes.launching.deployment import facts_of, index_first_windows, try_files
 from overlord.runtimes.supervision.supervisor import check_same_files
 from overlord.runtimes.transport.role_codec import Unfinished
 from overlord.runtimes.transport.shared_memory import give_back_freed_memory
@@ -66,8 +67,13 @@ class LoaderHost(RoleHost):
         self._prepared = self._with_added(prepared, message)
         mine = [first + at for at, one in enumerate(message.added) if one.mine]
         held = sorted({*self._site["sources"], *self._site["shadows"], *mine})
-        self._files = open_files(self._prepared, held, self._executors.callers, self._count)
-        return OpenedSources(self._facts_of(self._files))
+        # One that cannot be opened is opened when it is asked for. Whether a launch may go on without it, the planner
+        # knows, as the journal says whether it is parked.
+        found, names = try_files(self._prepared, held, self._executors.callers, self._count), self._prepared.job.names
+        self._files = {number: files for number, files in found.items() if isinstance(files, SourceFiles)}
+        wrong = {names[number]: error for number, error in found.items() if isinstance(error, OverlordError)}
+        missing = {name: (type(error).__name__, str(error)) for name, error in wrong.items()}
+        return OpenedSources(self._facts_of(self._files), missing)
 
     @property
     def fleet(self) -> LoaderFleet:
@@ -91,7 +97,9 @@ class LoaderHost(RoleHost):
         # behind them: they come at a later step, or are being added at this moment. They stand at their beginning.
         cursors = [*message.cursors, *[Cursor(0, BEGIN, 0)] * (len(job.sources) - len(message.cursors))]
         weights = [*message.weights, *[0.0] * (len(job.sources) - len(message.weights))]
-        self._known, self._opening = message.facts, threading.Lock()
+        self._known, self._away, self._opening = message.facts, message.away, threading.Lock()
+        for number in [number for number in self._files if not self._is_same(number, self._files[number])]:
+            del self._files[number]  # replaced while it is parked: it is opened again when it is asked for
         index_first_windows(job, self._files, cursors, weights, self._executors.callers, self._count)
         self._verdicts = RemoteVerdicts(self._peers, verdicts_from_json(message.verdicts, job.names))
         fleet = self._fleet = make_fleet(self._prepared, self._files, self._verdicts, self._executors)
@@ -134,14 +142,15 @@ class LoaderHost(RoleHost):
 
     def hand_over(self, asked: HandOver) -> Unfinished:
         """Hand a constructor host its part of a step: popped now, in the order of the calls, and finished later."""
-        self._have([source for source, _ in asked.parts])
+        self._fleet.until_read(lambda: self._have([source for source, _ in asked.parts]))
         collect = self._host.hand_over(asked.plan, asked.ranks, asked.parts)
         return Unfinished(lambda: HandedOver(collect(), self._host.buffer_bytes))
 
     def follow(self, told: Follow) -> Nothing:
         """Keep up with the primaries of sources that are shadowed here."""
-        self._have([*told.passed, *(request.source for request in told.requests)])
-        self._fleet.follow(told.requests, told.passed)
+        self._have([request.source for request in told.requests])
+        here = set(self._fleet.sources)  # without those that are away
+        self._fleet.follow(told.requests, {source: at for source, at in told.passed.items() if source in here})
         return Nothing()
 
     def rest(self, message: Rest) -> Nothing:
@@ -202,14 +211,33 @@ class LoaderHost(RoleHost):
         """Open those of some sources that are not open here: one may have come here a moment ago."""
         if all(source in self._files for source in sources):
             return
+        job = self._prepared.job
         with self._opening:
             missing = [source for source in sources if source not in self._files]
-            opened = open_files(self._prepared, missing, self._executors.callers)
+            found = try_files(self._prepared, missing, self._executors.callers)
+            opened = {number: files for number, files in found.items() if isinstance(files, SourceFiles)}
+            wrong = next((error for error in found.values() if isinstance(error, OverlordError)), None)
+            if wrong is not None:
+                raise wrong  # of one source, which may be parked; then of the next
             facts = self._facts_of(opened)
             check_same_files({**facts, **self._known}, facts)
+            other = next((number for number in opened if not self._is_same(number, opened[number])), None)
+            if other is not None:
+                error = SourceError(
+                    f"source {job.names[other]!r}: its files are not those that the stream began with; samples would "
+                    "be lost or repeated. Restore them, or remove the source and add the new files under another name."
+                )
+                error.source = job.names[other]
+                raise error
             for number, files in opened.items():
                 self._fleet.add(number, make_pool(self._prepared, number, files, self._verdicts, self._executors))
                 self._files[number] = files
+
+    def _is_same(self, number: int, files: SourceFiles) -> bool:
+        """Whether a source has the files that the stream began with, as far as it was away when the service started."""
+        source = self._prepared.job.sources[number]
+        known = self._away.get(source.name)
+        return known is None or source_digest(source, files.listing_digest()) == known
 
     def _facts_of(self, opened: Mapping[int, SourceFiles]) -> dict[str, SourceFacts]:
         return {self._prepared.job.names[number]: facts_of(files) for number, files in opened.items()}

@@ -13,6 +13,7 @@ import numpy as np
 
 from overlord.core.client_messages import AddSource, Request, mesh_to_text
 from overlord.core.messages import (
+    UNKNOWN_FILES,
     AdmitSource,
     BeginPlanning,
     ChangeStep,
@@ -25,6 +26,7 @@ from overlord.core.messages import (
     PlanAnswer,
     PlanRequest,
     Positions,
+    SourceFacts,
 )
 from overlord.core.place_tree import ranks_of_host
 from overlord.core.plan import LoadingPlan, PlanSlice, plan_to_bytes
@@ -40,10 +42,11 @@ from overlord.runtimes.launching.deployment import (
     first_needs,
     limits_of,
     plan_first_step,
+    sources_away,
     start_planner,
     state_to_resume,
 )
-from overlord.runtimes.launching.resume import History, open_store, read_history
+from overlord.runtimes.launching.resume import History, ResumePoint, open_store, read_history
 
 NUMBERS, NUMBER_BYTES = 8, 8
 """Of a message beside its columns: about so many numbers, and the bytes of one."""
@@ -58,7 +61,9 @@ class PlannerHost(RoleHost):
 
     def open_store(self, message: OpenedSources) -> Positions:
         """Open the store, now that the sources are known; tell where they stand, and the verdicts it holds."""
-        facts, options = message.facts, self._options
+        options = self._options
+        if message.missing and not (options.recover or options.latest or options.state or options.before_step):
+            sources_away(self._prepared, message, ResumePoint(None))  # it raises before the store is touched
         if self._peers.me[1] > 1:  # it comes in the place of another planner
             options = dataclasses.replace(options, recover=True)
         store, point = open_store(options, options.store or self._own_store(), self._environment.open_place)
@@ -67,8 +72,9 @@ class PlannerHost(RoleHost):
                 raise Rewound(f"the service goes back to step {point.replay_to}, and is started again as a whole")
             if point.recovered:  # sources that came while its predecessor planned stand in the journal
                 self._prepared = self._environment.prepare(self._job, options, state=point.numbering)
-            job = self._prepared.job
-            self._facts = {name: facts[name] for name in job.names}
+            job, away = self._prepared.job, sources_away(self._prepared, message, point)
+            self._prepared = dataclasses.replace(self._prepared, away=away)
+            self._facts = {name: UNKNOWN_FILES if name in away else message.facts[name] for name in job.names}
             check_sizes(self._prepared, self._facts)
             self._resumed = state_to_resume(self._prepared, self._facts, point)
             self._history = read_history(job, store, point, self._resumed.given)
@@ -76,7 +82,11 @@ class PlannerHost(RoleHost):
         except BaseException:
             store.close()
             raise
-        return Positions(cursors, weights, self._facts, self._history.verdicts.to_json(), dict(point.loaders))
+        verdicts = self._history.verdicts.to_json()
+        return Positions(cursors, weights, self._known_facts(), verdicts, dict(point.loaders), dict(away))
+
+    def _known_facts(self) -> dict[str, SourceFacts]:
+        return {name: fact for name, fact in self._facts.items() if fact != UNKNOWN_FILES}
 
     def _own_store(self) -> str:
         """Return the store of a service that was given none: a folder in that of the service.
@@ -98,7 +108,8 @@ class PlannerHost(RoleHost):
         assert self._history is not None
         passed, verdicts = self._host.passed_cursors(), self._history.verdicts.to_json()
         weights = list(self._host.latest_weights) or [1.0] * len(passed)
-        return Positions(passed, weights, self._facts, verdicts, dict(self._host.loaders_met))
+        met, away = dict(self._host.loaders_met), dict(self._prepared.away)
+        return Positions(passed, weights, self._known_facts(), verdicts, met, away)
 
     def begin(self, message: BeginPlanning) -> FirstStep:
         """Plan the first step, so that what is wrong shows before anything runs; a successor plans when it is asked."""

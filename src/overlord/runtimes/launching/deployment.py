@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from overlord.core.draw import Limits
-from overlord.core.messages import SourceFacts
+from overlord.core.messages import OpenedSources, SourceFacts
 from overlord.core.order import BEGIN, DataFile, SortedOrder, SourceOrder
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import count_labels
@@ -24,12 +24,12 @@ from overlord.core.ragged import Kind, Ragged, RowBatch, gather_runs
 from overlord.core.samples import FILE_SHIFT, Cursor
 from overlord.core.spec_errors import list_some
 from overlord.core.states import StreamState, restricted_parts
-from overlord.errors import NothingToDraw, OverlordError, ReportMissing, SourceError, SpecError, joined
+from overlord.errors import NothingToDraw, OverlordError, ReportMissing, SourceError, SpecError, error_named, joined
 from overlord.job.hook_specs import HOOK_KINDS, HookKind
 from overlord.job.layout_specs import Layout, bin_multiple, piece_multiple
 from overlord.job.reconcile import reconcile_state, unweighted
 from overlord.job.sample_specs import ImageSpec
-from overlord.job.specs import Audio, Chat, ImageText, Job, Source, Text, Video, stream_parts
+from overlord.job.specs import Audio, Chat, ImageText, Job, Source, Text, Video, source_digest, stream_parts
 from overlord.planning.checking import run_strategy
 from overlord.planning.strategies import backbone_balance
 from overlord.planning.warm import warm_kernels, warm_launch
@@ -50,7 +50,9 @@ from overlord.runtimes.launching.resume import (
     draw_again,
     earlier_states,
     names_gone,
+    names_parked,
     names_to_come,
+    pass_recorded,
     with_added_sources,
     without_files,
 )
@@ -193,6 +195,7 @@ def try_sources(
             check_kinds(source, found.kinds())  # a missing or wrong column shows here, before anything runs
         except OverlordError as error:
             found = named_error(source, error)
+            found.source = source.name
         done += 1
         if progress is not None:
             progress("opening sources", done, len(sources))
@@ -392,6 +395,8 @@ class Prepared:
     """The user's hooks; a host starts those of its own roles."""
     gone: frozenset[str] = frozenset()
     """Sources that came and were removed while the stream ran: they keep their numbers, and are not opened again."""
+    away: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Parked sources whose files cannot be opened, with the digests that the fingerprint has of them."""
 
 
 GROUPS_OF_BUDGET = 8
@@ -472,6 +477,29 @@ def open_files(
     return {number: files for number, files in found.items() if isinstance(files, SourceFiles)}
 
 
+def sources_away(prepared: Prepared, opened: OpenedSources, point: ResumePoint) -> dict[str, str]:
+    """Return the parked sources whose files are gone or replaced, with their digests: the stream goes on without them.
+
+    Raises:
+        OverlordError: for all sources that cannot be opened and are needed, a line for each.
+    """
+    job, known = prepared.job, {} if point.state is None else point.state["fingerprint"]["sources"]
+    parked = names_parked(point.numbering)
+    by_size = job.mixture.temperature is not None and all(source.weight is None for source in job.sources)
+    spared = set() if by_size else {name for name in parked if name in known}
+    needed = [name for name in opened.missing if name not in spared]
+    if needed:
+        raise joined([error_named(*opened.missing[name]) for name in needed])
+    now = {source.name: source_digest(source, opened.facts[source.name].listing)
+           for source in job.sources if source.name in opened.facts}  # fmt: skip
+    replaced = {name for name in spared if now.get(name, known[name]) != known[name]}
+    for name in sorted(replaced | set(opened.missing)):
+        why = opened.missing.get(name, ("", "its files are not those that the stream began with"))[1]
+        logger.warning("source %r is parked, and the stream goes on without it: %s", name, why)
+    # A planner that is replaced is told of no errors: what nothing is known of was away when the service started.
+    return {name: known[name] for name in job.names if name in {*replaced, *opened.missing} or name not in opened.facts}
+
+
 def state_to_resume(prepared: Prepared, facts: Mapping[str, SourceFacts], point: ResumePoint) -> ResumedState:
     """Return what the stream's fingerprint covers, and the state it goes on from.
 
@@ -499,6 +527,7 @@ def parts_of(prepared: Prepared, facts: Mapping[str, SourceFacts]) -> dict[str, 
     """Return what the stream's fingerprint covers; hooks only where there are some, as older states know none."""
     listings = {name: fact.listing for name, fact in facts.items()}
     parts = stream_parts(prepared.job, tokenizer_digest=prepared.tokenizer_digest, listings=listings)
+    parts["sources"] |= prepared.away
     given = {kind: getattr(prepared.options, kind) for kind in prepared.hooks}
     return parts | ({"hooks": {kind: hook.identity for kind, hook in given.items()}} if given else {})
 
@@ -561,12 +590,16 @@ def start_planner(
         check_multiples(job, options.layout, tree)
         return limits_of(job, options.layout, tree)
 
+    earlier = earlier_states(job, resumed.parts, history, prepared.gone)
+    state = pass_recorded(job, resumed.state, history, prepared.away)
+    if state.step > resumed.state.step:
+        earlier.append(resumed.state)
     start = PlannerStart(
-        state=draw_again(job, loaders, resumed.state, history),
+        state=draw_again(job, loaders, state, history),
         inputs=history.inputs,
         parts=resumed.parts,
         poisoned=history.verdicts,
-        earlier=earlier_states(job, resumed.parts, history, prepared.gone),
+        earlier=earlier,
         digests=history.digests,
     )
     planner = Planner(

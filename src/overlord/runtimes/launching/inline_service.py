@@ -34,11 +34,11 @@ from overlord.runtimes.hosts.shared_planner import left_behind
 from overlord.runtimes.launching.cluster_placement import Site, place_here
 from overlord.runtimes.launching.resume import canonical, peek, with_added_sources
 from overlord.runtimes.launching.service_options import Progress, ServiceOptions
-from overlord.runtimes.supervision.cleanup import remove_scratch, scratch_folder
 from overlord.runtimes.supervision.supervisor import Supervisor
 from overlord.runtimes.transport.direct import DirectEngine
 from overlord.runtimes.transport.peer_client import PeerClient
 from overlord.runtimes.transport.role_endpoint import ROLES
+from overlord.stores.places import MemoryPlace
 
 CONSTRUCTOR = "constructor host 0"
 
@@ -60,8 +60,6 @@ class InlineService:
     pid = os.getpid()
     blobs: Blobs | None = None
     """How plans travel: as they are."""
-    scratch_in: str | None = None
-    """Where the store goes if there is none; by default where temporary files go."""
 
     def __init__(
         self,
@@ -70,8 +68,8 @@ class InlineService:
         progress: Progress | None = None,
         environment: RoleEnvironment | None = None,
     ) -> None:
-        self._scratch = None if options.store else scratch_folder(self.scratch_in)
-        self._options = dataclasses.replace(options, store=options.store or self._scratch)
+        self._memory = None if options.store else MemoryPlace()  # a service in this process cannot outlive it either
+        self._options = options if self._memory is None else dataclasses.replace(options, store=self._memory.name)
         self._job = job
         self._environment = environment
         self._progress = progress or (lambda what, done, of: None)
@@ -113,8 +111,7 @@ class InlineService:
             try:
                 self._end()
             finally:
-                if self._scratch is not None:
-                    remove_scratch(self._scratch)
+                self._memory = None
 
     @property
     def supervisor(self) -> Supervisor:

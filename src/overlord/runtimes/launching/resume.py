@@ -25,7 +25,7 @@ from overlord.core.states import StreamState, check_form, restricted_parts
 from overlord.errors import Fenced, StateError
 from overlord.job.reconcile import number_names
 from overlord.job.specs import Job
-from overlord.roles.changes import ROSTER_KINDS, Change, InputLog, changes_from_json, roster_log
+from overlord.roles.changes import ROSTER_KINDS, Change, InputLog, changes_from_json, roster_at, roster_log
 from overlord.roles.drawer import Drawer
 from overlord.roles.poisoned_rows import PoisonedRows
 from overlord.roles.ports import Loaders
@@ -406,6 +406,32 @@ def names_gone(job: Job, state: Mapping[str, Any] | None) -> frozenset[str]:
     came = {change.add.name for change in log if change.add is not None}
     went = {change.source for change in log if change.kind == "sources" and change.at <= state["step"]}
     return frozenset((came & went) - set(job.names))
+
+
+def names_parked(state: Mapping[str, Any] | None) -> frozenset[str]:
+    """Return the sources that are parked once all changes of a state's log hold: nothing need be read of them."""
+    if state is None:
+        return frozenset()
+    log = roster_log(state["changes"])
+    added = [change.add.name for change in log if change.add is not None]
+    roster = roster_at(tuple(dict.fromkeys((*state["sources"], *added))), log, max((one.at for one in log), default=0))
+    return frozenset(roster.names[number] for number in roster.parked)
+
+
+def pass_recorded(job: Job, state: StreamState, history: History, away: Collection[str]) -> StreamState:
+    """Return a later state of a lineage that goes on: as its records have it, up to the step that parked some sources.
+
+    Their files are away, and the steps in between, which trainers have had, cannot be drawn again without them.
+    """
+    parks = [one.at for one in history.inputs.changes if one.kind == "park" and one.source in away]
+    until = max(parks, default=0) if history.point.recovered else 0
+    plans = {record["step"]: record for record in history.point.records if record["kind"] == "plan"}
+    while state.step < until:
+        record = plans.get(state.step, {})
+        if "rows" not in record or not set(record["rows"]) <= set(job.names):
+            break
+        state = state.with_rows(record["rows"], job.names, record.get("mixer"))
+    return state
 
 
 def without_files(state: Mapping[str, Any], parts: Mapping[str, Any], gone: Collection[str]) -> Mapping[str, Any]:

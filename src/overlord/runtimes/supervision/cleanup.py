@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import uuid
 from pathlib import Path
 from typing import IO
 
@@ -28,24 +29,30 @@ def set_up_process() -> None:
         logging.getLogger("overlord").setLevel(wanted)
 
 
-_scratch: dict[str, int] = {}
-"""Scratch folders of services that live in this process, and the process that made each: a fork of it must not remove
-what is in use."""
+_scratch: dict[str, tuple[int, IO[bytes]]] = {}
+"""Scratch folders of services that live in this process; the process that made each, as a fork of it must not remove
+what is in use; and the pipe whose end removes it."""
 
 
-def scratch_folder(parent: str | None = None) -> str:
-    """Make a folder for a service in this process; it goes with `remove_scratch`, or when the process exits."""
-    folder = tempfile.mkdtemp(prefix="overlord-", dir=parent)
+def scratch_folder() -> str:
+    """Make a folder for a service in this process; it goes with `remove_scratch`, or however the process ends."""
+    folder = Path(tempfile.gettempdir(), f"overlord-{uuid.uuid4().hex[:12]}")
+    pipe = make_until_gone(folder)
+    if pipe is None:
+        folder.mkdir(0o700)  # it raises why the folder cannot be made
+        pipe = remove_when_gone(folder)
     if not _scratch:
         atexit.register(_remove_all)
-    _scratch[folder] = os.getpid()
-    return folder
+    _scratch[str(folder)] = os.getpid(), pipe
+    return str(folder)
 
 
 def remove_scratch(folder: str) -> None:
     """Remove a scratch folder, in the process that made it."""
-    if _scratch.pop(folder, None) == os.getpid():
+    maker, pipe = _scratch.pop(folder, (0, None))
+    if pipe is not None and maker == os.getpid():
         shutil.rmtree(folder, ignore_errors=True)
+        pipe.close()
 
 
 def _remove_all() -> None:

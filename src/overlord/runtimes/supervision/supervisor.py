@@ -223,10 +223,11 @@ class Supervisor:
             self._wait_started(one)
         # Each host prepares while the sources are opened.
         ready = [(one, self._send(one, "prepare", Prepare())) for one in awake if one.site.role != "loader"]
-        self._facts = self._open_sources(progress)
+        opened = self._open_sources(progress)
         for one, pending in ready:
             self._answer(one, pending)
-        self._positions = self._call(roles[PLANNER], "open_store", OpenedSources(self._facts))
+        self._positions = self._call(roles[PLANNER], "open_store", opened)
+        self._facts = self._positions.facts  # without parked sources whose files are away
         progress("indexing files", 0, 1)
         self._call_all("loader", "begin", self._positions)
         for one in self.table.running("loader"):
@@ -518,7 +519,7 @@ class Supervisor:
 
     # -- calling ----------------------------------------------------------------------------------
 
-    def _open_sources(self, progress: Progress) -> dict[str, SourceFacts]:
+    def _open_sources(self, progress: Progress) -> OpenedSources:
         loaders = self.table.running("loader")
         count, until = len(self.table.assignment.primary), self._clock() + self._limits.open_sources
         opening = [(one, self._send(one, "open", Prepare())) for one in loaders]
@@ -530,9 +531,12 @@ class Supervisor:
                 raise ServiceLost(f"the sources were not open after {limit_s:g} s; look at the storage they are on.")
         progress("opening sources", count, count)
         facts: dict[str, SourceFacts] = {}
+        missing: dict[str, tuple[str, str]] = {}
         for one, pending in opening:
-            facts |= self._answer(one, pending).facts
-        return dict(sorted(facts.items()))
+            opened: OpenedSources = self._answer(one, pending)
+            facts |= opened.facts
+            missing |= opened.missing
+        return OpenedSources(dict(sorted(facts.items())), missing)
 
     def _wait_started(self, one: RoleInstance) -> None:
         assert one.peer is not None
@@ -584,7 +588,8 @@ def check_same_files(known: Mapping[str, SourceFacts], opened: Mapping[str, Sour
     Raises:
         ServiceLost: it names the source.
     """
-    changed = [name for name, facts in opened.items() if known[name] != facts]
+    # Of a source that was away when the service started nothing is known here; its loaders check its digest.
+    changed = [name for name, facts in opened.items() if known.get(name, facts) != facts]
     if changed:
         raise ServiceLost(
             f"the files of source {changed[0]!r} have changed while the job ran; samples would be lost or repeated. "
