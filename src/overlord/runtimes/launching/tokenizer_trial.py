@@ -31,7 +31,7 @@ from overlord.runtimes.supervision.blame import Blame, CallLimits, ChildLost, Lo
 from overlord.runtimes.supervision.child import LIMITS, Limits
 from overlord.runtimes.supervision.fork_server import ForkServer
 from overlord.runtimes.transport.role_codec import receive_rows, send_rows
-from overlord.runtimes.transport.user_code import pickled
+from overlord.runtimes.transport.user_code import by_value
 from overlord.transforms.samples.sample_kinds import make_transform
 from overlord.transforms.samples.tokenize import TextTokenizer, tokenizer_texts
 from overlord.version import VERSION
@@ -74,7 +74,7 @@ def try_tokenizer(job: Job, cache: str, limits: Limits = LIMITS) -> None:
 
 def _ask(server: ForkServer, path: str, chats: Sequence[Source], limits: Limits) -> WorkerMessage:
     """Return the answer of a process that tries them; one that is killed from outside is replaced."""
-    rows: RowBatch = {"given": np.frombuffer(pickled((path, chats)), np.uint8)}
+    rows: RowBatch = {"given": np.frombuffer(by_value((path, chats)), np.uint8)}
     losses = Losses()
     while True:
         child = server.fork()
