@@ -618,10 +618,10 @@ class SharedPlanner:
         rank, step, planner = request.rank, request.step, self._planner
         with self._changed:
             self._check_not_rewound()
+            self._hear_newest()
             refuse_coming_step(planner, step)
             if not self._plan_up_to(step, math.inf if request.alone else JOIN_S):
                 return msg.RanksMissing([])
-            self._hear_newest()
             if request.state is not None:
                 planner.check_state(request.state)
             now = self._pace.now()
