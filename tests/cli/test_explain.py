@@ -470,8 +470,8 @@ def test_an_empty_source_is_named(tmp_path: Path) -> None:
     source = ol.Source("a", str(tmp_path / "a.jsonl"), sample=ol.Text("ids", tokenized=True))
     outcome = call("explain", written(tmp_path, ol.Job([source], batch=ol.Batch(8, global_samples=1))))
     assert outcome.exit_code == 2
-    assert "source 'a': all 1 files" in outcome.stderr
-    assert "are empty" in outcome.stderr
+    assert "source 'a': the only file" in outcome.stderr
+    assert "is empty" in outcome.stderr
 
 
 def test_less_than_a_step_is_told(ids_job: ol.Job, tmp_path: Path) -> None:

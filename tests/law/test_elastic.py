@@ -119,7 +119,7 @@ def test_ranks_come_and_go_and_nothing_else_changes(ids_job, cache, where, way):
     ("strategy", "before", "after"),
     [
         (ol.strategies.vlm_hybrid(split=True), "dp=2", "dp=2,cp=2"),
-        (ol.strategies.vlm_hybrid(), "dp=4,tp=1,encoder.dp=4", "pp=2,dp=1,tp=1,encoder.dp=2"),
+        (ol.strategies.vlm_hybrid(), "dp=4,tp=1", "pp=2,dp=1,tp=1"),
         (ol.strategies.packed(), "dp=1,cp=2", "dp=3"),
     ],
 )

@@ -451,7 +451,9 @@ def test_a_job_file_names_hooks_that_lie_beside_it(whole_job, tmp_path, cache):
         batch = next(service.client()).microbatches[0]
         digest = batch.digest()
         assert batch["ones"].tolist() == [1, 1, 1]
-    with ol.replay(store, 0, cache=cache) as service:
+    with pytest.raises(ol.SpecError, match="code is not taken from a store"):
+        ol.replay(store, 0, cache=cache)
+    with ol.replay(store, 0, job=folder / "job.yaml", cache=cache) as service:
         assert next(service.client()).microbatches[0].digest() == digest
     with ol.launch(whole_job, runtime="inline", cache=cache) as service:
         assert ((batch["input_ids"] - next(service.client()).microbatches[0]["input_ids"]) == 1).all()

@@ -233,7 +233,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(tmp_path, folder, cache):
         refused(service, "txet", source(folder, "a").replace(sample=ol.Text("txet", tokenized=True)))
         refused(service, "tokenizer", source(folder, "a").replace(sample=ol.Text("ids")))
         refused(service, "already planned", source(folder, "a"), at_step=0)
-        refused(service, "Give a number of 0 or more", source(folder, "a"), weight=-1)
+        refused(service, "Give a number from 0 to", source(folder, "a"), weight=-1)
         refused(service, "not an ol.Source", "a")
         service.add_source(source(folder, "a"), at_step=9)
         refused(service, "at_step=9", source(folder, "c"), at_step=5)

@@ -57,7 +57,7 @@ def test_an_unknown_option_is_named_with_those_that_exist():
 
 
 def test_an_option_of_the_wrong_type_is_refused():
-    with pytest.raises(SpecError, match=r"'anonymous' is 'yes', not a bool"):
+    with pytest.raises(SpecError, match=r"'anonymous' is a str, not a bool"):
         filesystem_of("s3://bucket/x", {"anonymous": "yes"})
 
 

@@ -93,26 +93,27 @@ def test_a_child_tells_how_it_ended_once(server):
         time.sleep(0.01)
     child.end()
     assert (child.code, child.ended) == (7, "ended with code 7")
+    child.close()
     again = server.fork()
     again.kill("was killed by a test")
     again.end()
     assert (again.code, again.ended) == (-signal.SIGKILL, "was killed by a test")
     again.note_end(3)
     assert again.code == -signal.SIGKILL
+    again.close()
 
 
 def test_a_lost_server_is_replaced_and_its_children_are_lost_with_it(server):
     child = server.fork()
     first = server.pid
     psutil.Process(first).kill()
-    with pytest.raises(ServiceLost, match="the fork server is gone"):
-        server.fork()
     other = server.fork()
     assert server.pid != first and other.alive and not child.alive
     child.end()
     assert (child.code, child.ended) == (None, "was lost"), "a later server knows nothing of it"
+    child.close()
     server.close()
-    other.end()
+    other.close()
     assert not psutil.pid_exists(other.pid)
     with pytest.raises(ServiceLost, match="closed"):
         server.fork()

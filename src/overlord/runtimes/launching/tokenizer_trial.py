@@ -79,7 +79,7 @@ def _ask(server: ForkServer, path: str, chats: Sequence[Source], limits: Limits)
     while True:
         child = server.fork()
         try:
-            call = CallLimits(elapsed_s=limits.load_function, stopped_s=limits.stopped)
+            call = CallLimits(elapsed_s=limits.load_function, stopped_s=limits.stopped_silence)
             return child.exchange(RunFunction("try"), rows, call, "tries the tokenizer", child.connection)[0]
         except ChildLost as loss:
             if loss.blame is Blame.ITSELF or loss.code == -signal.SIGXCPU:

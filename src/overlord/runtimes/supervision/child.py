@@ -42,7 +42,7 @@ class Limits:
         slow = max(1.0, heartbeat_s / DEFAULT_HEARTBEAT_S)
         # Silence: a process that says nothing for longer hangs, and is killed.
         self.role_silence: Final = heartbeat_s  # a role that serves
-        self.stopped: Final = max(1.0, heartbeat_s)  # a worker, reader or fork server that is stopped (SIGSTOP)
+        self.stopped_silence: Final = max(1.0, heartbeat_s)  # a worker, reader or fork server that is stopped (SIGSTOP)
         self.service_silence: Final = 2 * heartbeat_s  # the service process, which may itself be waiting for a role
         self.role_starting_silence: Final = max(10.0, 2 * heartbeat_s)  # a role that imports and parses
         self.service_starting_silence: Final = 4 * heartbeat_s  # a service process that opens sources

@@ -371,7 +371,7 @@ class ForkServer:
         """
         assert self._control is not None and self._process is not None
         within_s = within_s or (self._limits.fork if self._answers else self._limits.fork_first)
-        limits = CallLimits(elapsed_s=within_s, stopped_s=min(within_s, self._limits.stopped))
+        limits = CallLimits(elapsed_s=within_s, stopped_s=min(within_s, self._limits.stopped_silence))
         clock = CallClock(self._process.pid, limits, "forks or ends a process")
         try:
             self._control.settimeout(clock.tick_s)

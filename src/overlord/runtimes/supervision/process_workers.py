@@ -799,7 +799,7 @@ class Isolated:
         """Send the function, once to each worker."""
         if self._key in line.worker.functions:
             return
-        limits = CallLimits(elapsed_s=self._pool.limits.load_function, stopped_s=self._pool.limits.stopped)
+        limits = CallLimits(elapsed_s=self._pool.limits.load_function, stopped_s=self._pool.limits.stopped_silence)
         try:
             answer, _ = line.ask(LoadFunction(self._key), {"code": self._code}, limits, f"loads {self._name!r}")
         except ChildLost as loss:

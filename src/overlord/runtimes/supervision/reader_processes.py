@@ -195,7 +195,7 @@ class _ReaderProcess:
         try:
             request = replace(request, dropped=tuple(dropped))
             answer = self._child.exchange(request, rows, limits, what, connection)
-        except ChildLost:
+        except BaseException:
             connection.close()
             self.end()
             raise
@@ -278,7 +278,7 @@ class _ReadAttempts:
         limits = self._pool.limits
         # The processor time of a process that others use as well is theirs too.
         elapsed_s, cpu_s = (None, limits.read) if self._crashes else (limits.read, None)
-        allowed = CallLimits(elapsed_s, cpu_s, limits.idle, limits.stopped)
+        allowed = CallLimits(elapsed_s, cpu_s, limits.idle, limits.stopped_silence)
         answer = _checked(process.ask(request, rows, allowed, f"reads {self._what}"))
         self._pool.losses.progressed()
         self._waited_in_vain = 0

@@ -166,8 +166,10 @@ def _open(data: bytes | memoryview) -> Iterator[tuple[Any, Any]]:
     av = media_library("av")
     # Playlists are excluded: their demuxers would open other files and addresses.
     options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "none"}
+    # Up to version 18, PyAV raises for a title that is no text unless it is told otherwise; later ones do not ask.
+    titles = {"metadata_errors": "ignore"} if int(av.__version__.partition(".")[0]) < 19 else {}
     with decoder_faults("no readable clip header"):
-        container = av.open(_View(data), options=options, metadata_errors="ignore")
+        container = av.open(_View(data), options=options, **titles)
     with container, decoder_faults("does not decode"):
         stream = container.streams.best("video")
         if stream is None or stream.codec_context is None:
