@@ -791,9 +791,9 @@ class Isolated:
         """Return how long a worker may take for so many rows."""
         of = self._pool.limits
         if self._deadline is not None:
-            return CallLimits(elapsed_s=self._deadline, stopped_s=of.stopped)
+            return CallLimits(elapsed_s=self._deadline, stopped_s=of.stopped_silence)
         cpu_s = max(of.run_cpu, TIMES_COST * rows * self._row_s)
-        return CallLimits(cpu_s=cpu_s, idle_s=of.idle, stopped_s=of.stopped)
+        return CallLimits(cpu_s=cpu_s, idle_s=of.idle, stopped_s=of.stopped_silence)
 
     def _load(self, line: _Line) -> None:
         """Send the function, once to each worker."""
