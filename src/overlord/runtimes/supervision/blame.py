@@ -271,8 +271,10 @@ class CallClock:
         return time.monotonic() - self._asked
 
     def __str__(self) -> str:
-        waited = f"process {self._pid} has not answered for {self.waited_s:.0f} s"
-        return f"{waited} while it {self._what}; {_state(self._seen)}"
+        return (
+            f"process {self._pid} has not answered for {self.waited_s:.0f} s while it {self._what}; "
+            f"{_state(self._seen)}"
+        )
 
 
 def _state(seen: _Seen | None) -> str:
