@@ -82,6 +82,7 @@ def test_the_verdicts_of_the_report_are_those_of_its_figures(tmp_path: Path):
     assert (tmp_path / "REPORT.md").read_text(encoding="utf-8") == REPORT
 
 
+@pytest.mark.slow
 def test_open_pages_are_measured():
     """A short run: the figure itself needs a quiet machine."""
     command = [sys.executable, "-m", "benchmarks.pages", "--pages", "5", "--rounds", "1", "--seconds", "3", "--json"]

@@ -134,6 +134,7 @@ def test_the_share_that_is_dropped_is_what_the_stream_met(tmp_path: Path, monkey
     assert expected in notes(result_of("explain", path, "--steps", 9))
 
 
+@pytest.mark.slow
 def test_large_images_are_dropped_and_not_cut(tmp_path: Path, demo_files: DemoFiles) -> None:
     """An image is never cut, whatever happens to text; and one that is never decoded cannot be bad."""
     sides = [320, 64, 64, 64] * 10  # 100 tokens and 4

@@ -339,6 +339,7 @@ def test_what_a_processor_folder_says_holds_for_every_command(job: ol.Job, tmp_p
 # ---- run, status, explain
 
 
+@pytest.mark.slow
 def test_placement_changes_what_travels_and_nothing_else(job_file: Path, tmp_path: Path) -> None:
     options = ("--runtime", "inline", "--steps", 4)
     found = {where: result_of("run", job_file, *options, "--placement", where) for where in ("loader", "constructor")}
@@ -353,6 +354,7 @@ def test_placement_changes_what_travels_and_nothing_else(job_file: Path, tmp_pat
     assert page.count("<td>loader</td>") == 4 and page.count("<td>–</td><td>–</td></tr>") == 1
 
 
+@pytest.mark.slow
 def test_a_layout_of_the_command_line_wins_over_the_file(job: ol.Job, tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(dump_job_yaml(job, LaunchOptions(layout=ol.Layout("torchtitan"))))
@@ -397,6 +399,7 @@ def test_media_of_different_shapes_name_their_sources(
     assert words in outcome.stderr
 
 
+@pytest.mark.slow
 def test_clips_count_among_the_images(job: ol.Job, job_file: Path, tmp_path: Path) -> None:
     assert "tokens of images and clips" in call("explain", job_file, "--steps", 2).stdout
     path = tmp_path / "job.yaml"
@@ -422,6 +425,7 @@ def test_status_tells_where_media_are_decoded(job: ol.Job, cache: str) -> None:
     assert "loader" in media
 
 
+@pytest.mark.slow
 def test_explain_measures_the_decoding_wherever_it_is_done(job_file: Path) -> None:
     found = {}
     for where in ("loader", "constructor"):
@@ -436,6 +440,7 @@ def test_explain_measures_the_decoding_wherever_it_is_done(job_file: Path) -> No
     assert constructor["finish_cpu_s"] > 0.1 * loader["finish_cpu_s"]
 
 
+@pytest.mark.slow
 def test_explain_knows_the_padding_of_a_layout(job_file: Path) -> None:
     plans = {rows: result_of("explain", job_file, "--steps", 3, "--no-measure", "--layout", f"{{rows: {rows}}}")
              for rows in ("packed", "padded", "full")}  # fmt: skip

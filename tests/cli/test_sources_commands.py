@@ -68,6 +68,7 @@ def messages(findings: list[Finding], severity: str) -> list[str]:
     return [f"{f.source}: {f.message}" for f in findings if f.severity == severity]
 
 
+@pytest.mark.slow
 def test_list_knows_rows_once_they_are_indexed(demo_yaml: Path, demo_files: DemoFiles, tmp_path: Path) -> None:
     new = ["--cache", tmp_path / "new"]
     before = call("sources", "list", demo_yaml, *new)
@@ -277,6 +278,7 @@ def test_lint_exits_with_1_on_errors(tmp_path: Path) -> None:
     assert (told["errors"], told["warnings"], told["findings"][0]["severity"]) == (1, 0, "error")
 
 
+@pytest.mark.slow
 def test_measured_lengths_are_used_and_change_nothing(demo_yaml: Path, mixed_job: ol.Job, tmp_path: Path) -> None:
     names = ("web", "forum", "coyo")
     changed = [s.replace(lengths="sidecar") if s.name in names else s for s in mixed_job.sources]

@@ -98,6 +98,7 @@ def waiting_for_a_source(tmp_path, cache) -> Iterator[ol.Service]:
             trainer.join()
 
 
+@pytest.mark.slow
 def test_top_page_and_status_tell_of_the_same_wait(tmp_path, cache):
     with waiting_for_a_source(tmp_path, cache) as service:
         page = Watch(service.address)

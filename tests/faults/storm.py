@@ -333,7 +333,7 @@ class Storm:
             known[self._launcher.pid] = "launcher"
         found: dict[str, list[psutil.Process]] = {}
         for process in of_folder(self._temporary):
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):  # it has just ended
                 kind = known.get(process.pid) or kind_of(process)
                 if kind is not None:
                     found.setdefault(kind, []).append(process)

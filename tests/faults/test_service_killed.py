@@ -150,6 +150,7 @@ def test_a_second_trainer_is_still_told(ids_job, cache, caplog):
         assert "rank 0 of" in caplog.text and "has a client in this process already" in caplog.text
 
 
+@pytest.mark.slow
 def test_changes_and_questions_wait_for_the_restart(ids_job, cache):
     def run(disturb: Callable[[ol.Service], None], **where: Any) -> list[str]:
         with ol.launch(ids_job, cache=cache, **where) as service, service.client() as client:
@@ -324,6 +325,7 @@ def test_threads_of_a_closed_client_do_not_wait_for_ever(ids_job, cache):
         assert [type(error) for error in met] == [ol.ClosedError]
 
 
+@pytest.mark.slow
 def test_a_folder_that_goes_ends_the_wait(ids_job, cache, caplog, monkeypatch):
     monkeypatch.setattr("overlord.runtimes.client_feed.FIRST_WARNING_S", 0.1)
     service = ol.launch(ids_job, cache=cache)

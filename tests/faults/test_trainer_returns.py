@@ -189,6 +189,7 @@ def test_trainers_and_service_that_die_together_go_on_at_the_checkpoint(ids_job,
             service.client(0, step=900)
 
 
+@pytest.mark.slow
 def test_a_step_that_was_never_handed_out_is_refused_after_a_crash(ids_job, cache):
     """It is before the horizon, but needs a report that is not in the journal."""
     with ol.launch(learning_job(ids_job), cache=cache) as service:
@@ -233,6 +234,7 @@ def test_a_rank_that_died_alone_goes_on_alone(ids_job, cache):
     assert len(expected) == 8
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_a_step_behind_when_all_died_goes_back_with_the_others(ids_job, cache):
     """It could go on at once, and would then hold a step of the lineage that the others leave."""
     with ol.launch(ids_job, mesh=ol.ClientPlaceTree(dp=2), cache=cache) as service:

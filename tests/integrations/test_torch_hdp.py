@@ -382,6 +382,7 @@ def without_a_ring(rank: int) -> str:
     raise AssertionError("nothing was shared")
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_attend_over_its_ring_is_refused(tmp_path):
     for message in run_ranks(without_a_ring, 2, tmp_path):
         assert "ranks [0, 1] share this microbatch, and the model did not call ring_attention" in message

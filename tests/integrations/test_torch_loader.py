@@ -94,6 +94,7 @@ def test_state_dict_round_trip(ids_job, cache):
         assert _tokens(loader, 3) == expected
 
 
+@pytest.mark.slow
 def test_a_state_is_loaded_under_a_running_service(ids_job, cache):
     """What a trainer does that crashed: it comes back to the service with its checkpoint."""
     with ol.launch(ids_job, cache=cache) as service:
@@ -111,6 +112,7 @@ def test_a_state_is_loaded_under_a_running_service(ids_job, cache):
             assert _tokens(loader, 3) == expected
 
 
+@pytest.mark.slow
 def test_a_state_of_another_stream_is_refused_by_a_running_service(ids_job, cache):
     states = []
     for job in (ids_job, ids_job.replace(seed=4), ids_job.replace(sources=ids_job.sources[:2])):

@@ -175,6 +175,7 @@ def planned_ratios(rank: int) -> tuple[list[torch.Tensor], list[float]]:
     return found, ratios
 
 
+@pytest.mark.slow
 def test_the_share_of_each_microbatch_is_that_of_the_plan(tmp_path):
     found = run_ranks(planned_ratios, 2, tmp_path)
     for (planned, without), ratios in found:

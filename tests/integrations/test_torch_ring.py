@@ -111,6 +111,7 @@ def many_cases(rank: int) -> tuple[float, int, set[int]]:
     return worst, run, sizes
 
 
+@pytest.mark.slow
 def test_random_packings_on_any_ranks(tmp_path):
     found = run_ranks(many_cases, WORLD, tmp_path)
     assert sum(len(cases(seed)) for seed in range(SEEDS)) >= 200
@@ -195,6 +196,7 @@ def test_the_benchmark_of_a_device_runs_small(monkeypatch, capsys):
     assert all(figures[name] > 0 for name in ("cp1_over_flash", "ring4_over_flash", "offload_0.5_time"))
 
 
+@pytest.mark.slow
 def test_the_replay_of_all_ranks_runs_small(monkeypatch, capsys):
     from benchmarks import replay
     from benchmarks import ring as benchmark

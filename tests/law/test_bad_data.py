@@ -94,6 +94,7 @@ def test_unparsable_and_non_utf8_rows_become_stand_ins(tmp_path, tokenizer, cach
 
 
 @pytest.mark.parametrize("name", ["s.jsonl", "s.jsonl.gz"])
+@pytest.mark.slow
 def test_bad_lines_are_told_alike_if_workers_parse_them(tmp_path, tokenizer, cache, caplog, capfd, monkeypatch, name):
     monkeypatch.setenv("OVERLORD_LOG", "INFO")
     bad = ["{oops", "[1]", "", '{"text": null}', '{"text": 5}', '{"text": "\\ud800"}', '{"txt": "a"}', '{"text": ""}']

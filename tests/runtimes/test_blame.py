@@ -158,6 +158,7 @@ def test_a_row_that_needs_more_memory_than_there_is_gets_a_verdict(memory_group)
     assert numbers(made) == [0, 2, 6, 8, 10]
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_is_lost_during_a_start_is_replaced(monkeypatch):
     """Killed and stopped; only where no server starts at all is it an error, which says what to do."""
 

@@ -99,7 +99,16 @@ class Answered:
     def poll(self, timeout_s):
         """Whatever was asked: the fields of all answers."""
         return SimpleNamespace(
-            pid=1, opened=0, version=99, busy_s=0.0, rewound=False, served=-1, facts={}, step=0, hosts={}, newest=None,
+            pid=1,
+            opened=0,
+            version=99,
+            busy_s=0.0,
+            rewound=False,
+            served=-1,
+            facts={},
+            step=0,
+            hosts={},
+            newest=None,
             missing={},
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
 from tests.conftest import write_ids
 
 import overlord as ol
@@ -16,6 +17,7 @@ def held(service) -> int:
     return sum(service.status()["buffers"].values())
 
 
+@pytest.mark.slow
 def test_a_slow_trainer_bounds_what_is_held(mixed_job, cache):
     with ol.launch(mixed_job, cache=cache, prefetch=8, budget=4 * MIB) as service, service.client() as client:
         step = next(client)

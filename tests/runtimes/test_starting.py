@@ -64,6 +64,7 @@ def test_a_rank_attaches_however_long_a_step_takes_to_plan(impatient, tmp_path, 
     assert told and all("it is up, and busy with something else" in one for one in told)
 
 
+@pytest.mark.slow
 def test_a_client_is_told_what_a_service_that_starts_again_does(impatient, ids_job, cache):
     with ol.launch(ids_job, cache=cache) as service, service.client() as client:
         next(client)

@@ -54,6 +54,7 @@ def test_waiting_for_a_core_is_no_cost():
     assert spent.seconds < 0.15 + 0.05 + 0.5 * (wall - 0.2), "most of what was waited for a core is not counted"
 
 
+@pytest.mark.slow
 def test_work_of_a_process_worker_counts_as_it_says():
     with ProcessWorkers(2) as pool:
         isolated = pool.isolate(compute_and_wait, name="compute")
