@@ -25,23 +25,23 @@ SECRET, KEY = "s3cret-of-the-added-source", "key-id-of-the-added-source"
 
 @pytest.fixture(scope="module")
 def bucket():
-    """Storage options of a bucket with a few rows."""
+    """Storage options of a bucket with a few rows. Servers of one process share their buckets: it has a name of its own."""
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     client = boto3.client("s3", endpoint_url=f"http://{host}:{port}", aws_access_key_id=KEY,
                           aws_secret_access_key=SECRET, region_name="us-east-1")  # fmt: skip
-    client.create_bucket(Bucket="bucket")
+    client.create_bucket(Bucket="secrets")
     out = io.BytesIO()
     pq.write_table(pa.table({"ids": pa.array([[7] * (n % 9 + 1) for n in range(300)], pa.list_(pa.int32()))}), out)
-    client.put_object(Bucket="bucket", Key="data/0.parquet", Body=out.getvalue())
+    client.put_object(Bucket="secrets", Key="data/0.parquet", Body=out.getvalue())
     yield {"access_key": KEY, "secret_key": SECRET, "region": "us-east-1", "endpoint_override": f"http://{host}:{port}"}
     server.stop()
 
 
 @pytest.fixture
 def added(bucket):
-    return ol.Source("s3", "s3://bucket/data/", sample=ol.Text("ids", tokenized=True), storage_options=bucket)
+    return ol.Source("s3", "s3://secrets/data/", sample=ol.Text("ids", tokenized=True), storage_options=bucket)
 
 
 def leaks(text):
@@ -146,7 +146,7 @@ def test_what_may_be_written_of_storage_options():
 
 
 def test_an_option_of_a_wrong_type_is_not_shown(ids_job, tmp_path):
-    source = ol.Source("s3", "s3://bucket/data/", sample=ol.Text("ids", tokenized=True),
+    source = ol.Source("s3", "s3://secrets/data/", sample=ol.Text("ids", tokenized=True),
                        storage_options={"secret_key": 918273645})  # fmt: skip
     with pytest.raises(ol.SpecError, match="secret_key") as refused:
         ol.launch(ids_job.replace(sources=[source]), cache=tmp_path, runtime="inline")
