@@ -76,6 +76,17 @@ def test_a_dead_process_gives_its_store_up(place, tmp_path):
     assert claim(place, "b").number == 2
 
 
+def test_a_process_that_is_just_ending_is_waited_for(place, tmp_path):
+    script = (
+        "import sys, time; from overlord.stores.owners import claim; from overlord.stores.places import open_place; "
+    )
+    script += "claim(open_place(sys.argv[1]), 'a'); print(flush=True); time.sleep(0.3)"
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as ending:
+        threading.Thread(target=ending.wait).start()  # a child that ended is there until somebody waits for it
+        ending.stdout.readline()
+        assert claim(place, "b").number == 2
+
+
 def test_another_process_with_its_number_is_not_it(place):
     claim(place, "a")
     record = json.loads(place.read("owner-000001"))

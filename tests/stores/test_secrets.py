@@ -25,7 +25,7 @@ SECRET, KEY = "s3cret-of-the-added-source", "key-id-of-the-added-source"
 
 @pytest.fixture(scope="module")
 def bucket():
-    """Storage options of a bucket with a few rows. Servers of one process share their buckets: it has a name of its own."""
+    """Storage options of a bucket with a few rows. Its name is its own: servers of one process share buckets."""
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

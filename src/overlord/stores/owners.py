@@ -31,6 +31,9 @@ BEAT_S = 20.0
 """An owner writes a heartbeat at least this often."""
 SILENT_S = 60.0
 """An owner on another host without a heartbeat for this long counts as dead."""
+ENDING_S = 3.0
+"""How long an owner on this host is given to end: its launcher may have been killed a moment ago, and a script that
+launches again at once should not be refused."""
 TRIES = 20
 
 
@@ -163,7 +166,10 @@ def _refuse_living(place: Place, name: str, owner: Owner) -> None:
     if owner.closed:
         return
     if owner.kernel == _kernel():
-        if _started(owner.pid) != owner.started:
+        until = time.monotonic() + (ENDING_S if owner.pid != os.getpid() else 0.0)
+        while (alive := _started(owner.pid) == owner.started) and time.monotonic() < until:
+            time.sleep(0.05)
+        if not alive:
             return
         remedy = f"Close it, or end the process (kill {owner.pid})"
     else:

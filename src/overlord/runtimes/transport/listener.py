@@ -205,6 +205,12 @@ def _socket_of(folder: Path, rank: int | None, address: str) -> Path:
         return next(iter([path for path in (folder / CONTROL,) if path.exists()] or sockets), folder / CONTROL)
     if len(sockets) == 1:
         return sockets[0]
+    if not sockets:
+        raise ServiceLost(
+            f"no constructor host of {address} listens on this machine; rank {rank} has no data until one does. One "
+            "that starts, or is started again, listens soon; if none is to run here, launch on a cluster that has this "
+            "host in it, with ranks_per_host= as your trainers are started."
+        )
     ranks = _ranks_with(sockets, rank)
     places = {path: [int(part) for part in path.name.split("-")[1::2]] for path in sockets}
     hosts = max((of for _, of in places.values()), default=1)  # those that came with another mesh know of more
@@ -212,7 +218,7 @@ def _socket_of(folder: Path, rank: int | None, address: str) -> Path:
     if not planned:
         raise ServiceLost(
             f"no constructor host on this machine serves rank {rank} of {address} (here: "
-            f"{', '.join(path.name for path in sockets) or 'none'}); it would have no data. Launch with "
+            f"{', '.join(path.name for path in sockets)}); it would have no data. Launch with "
             "ranks_per_host= as your trainers are started, on a cluster that has this host in it."
         )
     return planned[0]
