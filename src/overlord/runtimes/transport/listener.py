@@ -207,7 +207,7 @@ def _socket_of(folder: Path, rank: int | None, address: str) -> Path:
         return sockets[0]
     if not sockets:
         raise ServiceLost(
-            f"no constructor host of {address} listens on this machine; rank {rank} has no data until one does. One "
+            f"no constructor host of {address} listens here; rank {rank} has no data until one does. One "
             "that starts, or is started again, listens soon; if none is to run here, launch on a cluster that has this "
             "host in it, with ranks_per_host= as your trainers are started."
         )
