@@ -247,12 +247,12 @@ def start_of(path: Path, cache: Path) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_ten_million_documents_begin_within_three_seconds_of_a_core(tmp_path: Path):
-    """A start is serial work, so its processor time is about what it takes on a machine with nothing else to do."""
+def test_ten_million_documents_begin_with_less_than_twice_the_work_of_a_thousand(tmp_path: Path):
+    """A start is serial work: its processor time, unlike its wall time, is the same on a busy machine."""
     few, many = write_sparse(tmp_path / "few", 1_000), write_sparse(tmp_path / "many", 10_000_000)
     start_of(few, tmp_path / "cache")  # kernels and files are warm
     base, found = start_of(few, tmp_path / "base"), start_of(many, tmp_path / "first")
-    assert found["cpu_s"] < 3.0
+    assert found["cpu_s"] < 2 * base["cpu_s"]
     assert found["pss_mb"] - base["pss_mb"] < 100
     # The .idx is read once (200 MB), and of the .bin (10 GB) what the first groups hold: nothing is measured.
     assert found["read_mb"] - base["read_mb"] < 200 + 100
