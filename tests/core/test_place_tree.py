@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from overlord.core.place_tree import AXES, ClientPlaceTree, Coords
@@ -223,6 +223,7 @@ def test_buckets_of_the_paper() -> None:
 
 
 @given(rich_trees(), levels, broadcasts)
+@example(ClientPlaceTree(dp=2, dp_replicate=2), "DP_SHARD", {"dp_replicate"})  # its buckets are those of all dp
 def test_broadcasts_reach_every_rank(tree: ClientPlaceTree, axis: str, broadcast: set[str]) -> None:
     fetchers = tree.fetchers(axis, broadcast)
     assert fetchers == [rank for rank in range(tree.world_size) if tree.fetches(rank, broadcast)]

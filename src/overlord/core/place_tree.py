@@ -30,7 +30,7 @@ COORDINATES = ("pp", "dp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes along which a rank has a coordinate; dp also as its two parts."""
 _ORDER = "-".join(AXES)
 _LEVELS = (*COORDINATES, "world")
-_BUCKETS_BY = {"cp": ("dp", "cp"), "tp": ("dp", "cp", "tp"), "world": AXES}
+_BUCKETS_BY = {"dp_shard": ("dp",), "cp": ("dp", "cp"), "tp": ("dp", "cp", "tp"), "world": AXES}
 """Axes whose coordinates decide the bucket of a rank, where these are others than the one that is distributed over."""
 
 

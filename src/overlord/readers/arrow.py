@@ -260,7 +260,7 @@ def _bytes_list_column(array: pa.Array) -> tuple[Ragged, Ragged, Bools]:
 def _list_parts(array: pa.Array) -> tuple[pa.Array, npt.NDArray[np.int64]]:
     if not (pt.is_list(array.type) or pt.is_large_list(array.type)):
         array = array.cast(pa.large_list(array.type.value_type))
-    return array.values, array.offsets.to_numpy().astype(np.int64, copy=False)
+    return array.values, _values(array.offsets).astype(np.int64, copy=False)
 
 
 def _has_null(child: pa.Array, offsets: npt.NDArray[np.int64]) -> Bools:
@@ -277,7 +277,17 @@ def _number_column(array: pa.Array) -> Array:
         array = array.view(pa.int32() if array.type.bit_width == 32 else pa.int64())
     if array.null_count:
         array = array.fill_null(False if pt.is_boolean(array.type) else 0)
-    return array.to_numpy(zero_copy_only=False)
+    return _values(array)
+
+
+def _values(array: pa.Array) -> Array:
+    """Return the numbers of an array without nulls.
+
+    Not by `to_numpy`, which imports pandas where that is installed: a third of a second in every process that reads.
+    """
+    if pt.is_boolean(array.type):
+        return np.from_dlpack(array.cast(pa.uint8())).view(np.bool_)
+    return np.from_dlpack(array)
 
 
 def _json_column(array: pa.Array) -> tuple[Ragged, Bools]:
@@ -325,7 +335,7 @@ def _blank(ragged: Ragged, nulls: Bools) -> Ragged:
 def _nulls_of(array: pa.Array) -> Bools:
     if not array.null_count:
         return np.zeros(len(array), np.bool_)
-    return array.is_null().to_numpy(zero_copy_only=False)
+    return _values(array.is_null())
 
 
 def _storage(array: pa.Array) -> pa.Array:
