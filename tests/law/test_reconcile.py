@@ -59,7 +59,7 @@ def steps_of(service, count):
 def test_a_new_source_begins_at_its_start_and_the_others_go_on(folder, cache):
     state = state_of(job_of(folder, "bcd"), cache)
     more = job_of(folder, "abcd")
-    with pytest.raises(ol.StateError, match=r"sources.a is new .*reconcile='allow_add'"):
+    with pytest.raises(ol.StateError, match=r"new sources: 'a'.*reconcile='allow_add'"):
         launch(more, cache, state)
     with launch(more, cache, state, reconcile="allow_add") as service:
         client = service.client()

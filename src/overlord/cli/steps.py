@@ -683,9 +683,11 @@ def _spans(numbers: Sequence[int]) -> str:
 
 
 OF_RUNS = (
-    "{name} is {old!r} in the first run, {new!r} in the second",
-    "only the first run has {name} ({old!r})",
-    "only the second run has {name} ({new!r})",
+    "{name} is {old} in the first run, {new} in the second",
+    "only the first run has {name} ({old})",
+    "only the second run has {name} ({new})",
+    "sources only in the first run: {names}",
+    "sources only in the second run: {names}",
 )
 """How the differences of two runs are told."""
 

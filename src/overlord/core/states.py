@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from overlord.core.order import BEGIN, NO_GROUP
 from overlord.core.samples import Cursor
-from overlord.core.spec_errors import is_finite, is_whole
+from overlord.core.spec_errors import is_finite, is_whole, list_some
 from overlord.errors import StateError
 
 STATE_VERSION = 3
@@ -301,8 +301,16 @@ def _damaged(what: str) -> StateError:
     )
 
 
-IN_TIME = ("{name} was {old!r}, is now {new!r}", "{name} was {old!r}, is now missing", "{name} is new ({new!r})")
-"""How a difference is told: other, only in the first, only in the second."""
+IN_TIME = (
+    "{name} was {old}, is now {new}",
+    "{name} was {old}, is now missing",
+    "{name} is new ({new})",
+    "missing sources: {names}",
+    "new sources: {names}",
+)
+"""Wording of a difference: another value, only in the first, only in the second; sources only in either."""
+
+_LONGEST_VALUE = 160
 
 
 def describe_differences(
@@ -311,17 +319,47 @@ def describe_differences(
     """Describe the differences between two fingerprints.
 
     Example:
-        >>> describe_differences({"seed": 0}, {"seed": 1})
-        ['seed was 0, is now 1']
+        >>> describe_differences({"seed": 0, "sources": {"a": "1:2"}}, {"seed": 1, "sources": {"a": "1:3"}})
+        ['seed was 0, is now 1', "the files of source 'a' differ"]
     """
     found: list[str] = []
     for key in sorted(set(old) | set(new)):
         one, other = old.get(key), new.get(key)
-        if key in old and key in new and isinstance(one, Mapping) and isinstance(other, Mapping):
+        both = key in old and key in new
+        if both and isinstance(one, Mapping) and isinstance(other, Mapping):
+            if key == "sources" and not prefix:
+                found.extend(_describe_sources(one, other, words))
+                continue
+            if key == "weights" and not prefix and "sources" in old and "sources" in new:
+                # The weight of a source that is missing or new is no difference of its own.
+                kept = old["sources"].keys() & new["sources"].keys()
+                one, other = ({n: w for n, w in weights.items() if n in kept} for weights in (one, other))
             found.extend(describe_differences(one, other, f"{prefix}{key}.", words))
-        elif key == "module" and prefix.startswith("hooks.") and not (key in old and key in new):
+        elif key == "module" and prefix.startswith("hooks.") and not both:
             continue  # older states do not tell the modules of hooks, and hooks of scripts have none
-        elif key not in old or key not in new or one != other:
+        elif both and one != other and key == "tokenizer" and not prefix:
+            found.append("the tokenizers differ")
+        elif not both or one != other:
             told = words[1 if key not in new else 2 if key not in old else 0]
-            found.append(told.format(name=f"{prefix}{key}", old=one, new=other))
+            found.append(told.format(name=f"{prefix}{key}", old=_brief(one), new=_brief(other)))
     return found
+
+
+def _describe_sources(old: Mapping[str, Any], new: Mapping[str, Any], words: Sequence[str]) -> list[str]:
+    """Describe the differences between the sources of two fingerprints, whose values are digests."""
+    gone, fresh = ([name for name in these if name not in others] for these, others in ((old, new), (new, old)))
+    found = [
+        told.format(names=list_some(sorted(names))) for told, names in ((words[3], gone), (words[4], fresh)) if names
+    ]
+    for name in sorted(old.keys() & new.keys()):
+        if old[name] != new[name]:
+            (how, _, _), (how_now, _, _) = (str(digests[name]).partition(":") for digests in (old, new))
+            found.append(
+                f"the files of source {name!r} differ" if how == how_now else f"source {name!r} is read in another way"
+            )
+    return found
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} .."
