@@ -148,10 +148,26 @@ def _no_job_file(file: Path) -> SpecError:
     if format_of_name(file.name) is not None or file.is_dir() or file.suffix in (".csv", ".tsv"):
         what = "a folder" if file.is_dir() else "a file of data by its name"
         return SpecError(f"{file}: this is {what}, and a job file (.yaml, .yml, .json or .py) is expected. {written}")
+    if _is_address(file):
+        return SpecError(
+            f"{file}: this is the address of a service, and a job file (.yaml, .yml, .json or .py) is expected. A "
+            "running service is shown by `overlord status`, `overlord top` and `overlord dashboard`; the steps of its "
+            "run by `overlord steps show --store STORE`."
+        )
     return SpecError(
         f"{file}: a job file ends in .yaml, .yml, .json or .py, not {file.suffix!r}; its language cannot be told. "
         f"Rename it if it is one.{'' if file.exists() else ' There is no such file.'}"
     )
+
+
+def _is_address(file: Path) -> bool:
+    """Return whether a path is the address of a service, or a file that `overlord serve --address-file` wrote."""
+    if file.parts[:1] == ("unix:",):
+        return True
+    if not file.is_file():  # neither a pipe nor a device is opened
+        return False
+    with file.open("rb") as text:
+        return text.read(7) == b"unix://"
 
 
 def read_kept_job(text: bytes) -> JobFile:

@@ -213,6 +213,7 @@ def test_the_soft_limit_of_descriptors_is_raised(tmp_path: Path, cache: str) -> 
     [
         ("d/own_rows.jsonl", "own-rows.jsonl"),
         ("dd/*.jsonl", "d"),
+        ("s_/*.jsonl", "s"),  # the name of the source, too
         ("d/*.parquet", None),
         ("elsewhere/x.jsonl", None),
         ("d/x.jsonl", None),
@@ -220,6 +221,7 @@ def test_the_soft_limit_of_descriptors_is_raised(tmp_path: Path, cache: str) -> 
 )
 def test_a_path_that_leads_nowhere_gets_a_suggestion(path: str, meant: str | None, tmp_path: Path, cache: str) -> None:
     lines(tmp_path / "d" / "own-rows.jsonl", good(20))
+    (tmp_path / "s").mkdir()
     outcome = run(job(tmp_path, path), cache)
     assert outcome.exit_code == 2 and "job.yaml:2: source 's': " in outcome.stderr
     assert ("Did you mean" in outcome.stderr) == (meant is not None)
@@ -249,6 +251,13 @@ def test_mistakes_in_tokenizers_and_templates(tokenizer, sample, words, demo_fil
     assert outcome.exit_code == 2
     assert all(word in outcome.stderr for word in words), outcome.stderr
     assert "Errno" not in outcome.stderr
+
+
+def test_lint_writes_options_as_the_job_file_has_them(demo_files, tmp_path: Path, cache: str) -> None:
+    lines(tmp_path / "a.jsonl", ['{"messages": [{"role": "user", "content": "hello"}]}'] * 20)
+    file = job(tmp_path, "a.jsonl", "{kind: chat}", more=f"tokenizer: {demo_files.tokenizer}\n")
+    outcome = CliRunner().invoke(app, ["sources", "lint", str(file), "--cache", cache])
+    assert outcome.exit_code == 1 and 'write template: "chatml"' in outcome.stdout
 
 
 @pytest.mark.parametrize(

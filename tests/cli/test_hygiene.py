@@ -170,7 +170,7 @@ def test_no_long_silence(monkeypatch):
     screen.err = Console(file=io.StringIO())
     with screen.progress() as tell:
         until = time.monotonic() + 10
-        while "working" not in screen.err.file.getvalue():  # type: ignore[attr-defined]
+        while "starting" not in screen.err.file.getvalue():  # type: ignore[attr-defined]
             assert time.monotonic() < until
             time.sleep(0.01)
         tell("reading", 3, 10)

@@ -32,6 +32,13 @@ def test_a_folder_in_place_of_a_job_is_told_how_a_job_names_it(tmp_path: Path):
         load_job(tmp_path)
 
 
+def test_an_address_in_place_of_a_job_is_told_which_commands_take_one(tmp_path: Path):
+    (tmp_path / "service.address").write_text("unix:///tmp/overlord-x\n")
+    for given in (tmp_path / "service.address", "unix:///tmp/overlord-x"):
+        with pytest.raises(SpecError, match=r"address of a service, and a job file .*overlord steps show --store"):
+            load_job(given)
+
+
 def test_a_misspelt_argument_of_launch_is_told_which_one_was_meant():
     with pytest.raises(SpecError, match=r"launch: unknown argument 'mseh'.* Did you mean 'mesh'\?"):
         ol.launch("job.yaml", mseh="dp=2")  # type: ignore[call-arg]

@@ -48,6 +48,7 @@ from overlord.cli.options import (
 )
 from overlord.cli.output import Screen, check_writable, command, default_report, labelled, show_error, write_text
 from overlord.core.place_tree import ClientPlaceTree
+from overlord.core.spec_errors import in_yaml
 from overlord.errors import OverlordError, SourceError, SpecError, ToleranceError
 from overlord.job_files import job_file_schema
 from overlord.launch_spec import profile_path
@@ -561,12 +562,16 @@ def lint(
 
     with screen.progress() as tell, screen.user_code():
         result = lint_job(loaded.job, Path(folder_of(cache)), rows, tell)
-    findings = result.findings
+    at = {name: loaded.places.get(f"source {name!r}") for name in loaded.job.names}
+    findings = [dataclasses.replace(f, message=in_yaml(f.message)) if at.get(f.source) else f for f in result.findings]
     errors = sum(finding.severity == "error" for finding in findings)
     colours = {"error": "bold red", "warning": "yellow"}
-    places = {f: loaded.places.get(f"source {f.source!r}") for f in findings if f.severity == "error"}
+    places = {f: at.get(f.source) for f in findings if f.severity == "error"}
     lines: list[tuple[tuple[str, str], str]] = [
-        ((f.severity, colours[f.severity]), f" {f.source}{f' ({at})' if (at := places.get(f)) else ''}: {f.message}")
+        (
+            (f.severity, colours[f.severity]),
+            f" {f.source}{f' ({place})' if (place := places.get(f)) else ''}: {f.message}",
+        )
         for f in findings
     ]
     lines += [(("note", "dim"), f" {words}") for words in result.media_tokens]

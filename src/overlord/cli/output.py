@@ -95,7 +95,7 @@ class _Bars:
     def __init__(self, bars: Progress) -> None:
         self._bars = bars
         self._tasks: dict[str, TaskID] = {}
-        self._begin: TaskID | None = bars.add_task("working", total=None)
+        self._begin: TaskID | None = bars.add_task("starting", total=None)
         self._lock = threading.Lock()
 
     def __call__(self, what: str, done: int, of: int) -> None:
@@ -114,7 +114,7 @@ class _Lines:
         self._next_s = time.monotonic() + _QUIET_S
         self._ended: set[str] = set()
         self._lock = threading.Lock()
-        self._newest = "working"
+        self._newest = "starting"
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._speak, name="overlord-progress", daemon=True)
         self._thread.start()

@@ -33,11 +33,11 @@ def top_view(status: Mapping[str, Any], *, width: int, height: int | None = None
     words, mood = sentence_of(status)
     rates = status.get("rates") or {}
     steps = sorted(status["clients"].values())
-    at = "none" if not steps else str(steps[0]) if steps[0] == steps[-1] else f"{steps[0]} to {steps[-1]}"
+    at = str(steps[0]) if steps and steps[0] == steps[-1] else f"{steps[0]} to {steps[-1]}" if steps else ""
     held = size(sum(status["buffers"].values()))
     balance = status["measured"].get("balance")
     figures = [
-        f"{number(len(steps), 'rank')} at step {at}",
+        f"{number(len(steps), 'rank')} at step {at}" if steps else "no rank attached",
         "– steps/s" if not rates else f"{rates['steps_per_s']:.3g} steps/s",
         "– tokens/s" if not rates else f"{count(rates['tokens_per_s'])} tokens/s",
         f"planned to {status['planner']['next_step'] - 1}",

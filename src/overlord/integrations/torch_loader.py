@@ -301,7 +301,10 @@ class DataLoader:
         """
         most = None if self.job is None else self.job.max_steps
         if most is None:
-            raise TypeError("the length of this stream is not known: its job has no max_steps")
+            raise TypeError(
+                "the length of this stream is not known: its job has no max_steps. Iterate over the loader itself; "
+                "torch.utils.data.DataLoader cannot take it as a dataset"
+            )
         return most
 
     def __bool__(self) -> bool:

@@ -268,7 +268,7 @@ def joined_columns(
 
 def named_error(source: Source, error: OverlordError) -> OverlordError:
     """Return an error that names its source: a path alone is hard to find among hundreds of sources."""
-    if not isinstance(error, SpecError) or repr(source.name) in str(error):
+    if not isinstance(error, SpecError) or f"source {source.name!r}" in str(error):
         return error
     return type(error)(f"source {source.name!r}: {error}")
 
