@@ -86,12 +86,13 @@ def open_folder(monkeypatch):
 
 
 @pytest.mark.parametrize("hosts", [None, pytest.param(2, marks=pytest.mark.slow)], ids=["local", "hosts"])
-def test_another_user_reaches_nothing_of_a_service(ids_job, hosts, open_folder):
+def test_another_user_reaches_nothing_of_a_service(ids_job, demo_files, hosts, open_folder):
+    job = ids_job.replace(tokenizer=str(demo_files.tokenizer))  # its trial leaves a mark in the cache
     (open_folder / "seen").touch()
     umask = os.umask(0)
     try:
         given = {"cache": open_folder / "cache", "store": open_folder / "store", "loader_hosts": hosts, "dashboard": 0}
-        with ol.launch(ids_job, **given, dashboard_changes=True) as service:
+        with ol.launch(job, **given, dashboard_changes=True) as service:
             client = service.client(0)
             for _ in range(20):
                 next(client)

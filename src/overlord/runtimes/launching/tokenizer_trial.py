@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import hashlib
+import os
 import resource
 import signal
 import socket
@@ -32,6 +33,7 @@ from overlord.runtimes.supervision.child import LIMITS, Limits
 from overlord.runtimes.supervision.fork_server import ForkServer
 from overlord.runtimes.transport.role_codec import receive_rows, send_rows
 from overlord.runtimes.transport.user_code import by_value
+from overlord.storage import create_private, make_private
 from overlord.transforms.samples.sample_kinds import make_transform
 from overlord.transforms.samples.tokenize import TextTokenizer, tokenizer_texts
 from overlord.version import VERSION
@@ -68,8 +70,8 @@ def try_tokenizer(job: Job, cache: str, limits: Limits = LIMITS) -> None:
     if isinstance(answer, RowsFailed):
         raise SpecError(answer.reason)
     with contextlib.suppress(OSError):  # a cache that cannot be written costs the next launch another trial
-        passed.parent.mkdir(parents=True, exist_ok=True)
-        passed.touch()
+        make_private(passed.parent)  # what another user wrote there would pass untried
+        os.close(create_private(passed))
 
 
 def _ask(server: ForkServer, path: str, chats: Sequence[Source], limits: Limits) -> WorkerMessage:
