@@ -179,7 +179,11 @@ def read_kept_job(text: bytes) -> JobFile:
     with TemporaryDirectory(prefix="overlord-") as folder:
         file = Path(folder) / "job.yaml"
         file.write_bytes(text)
-        return _load_yaml(file, imports=False)
+        try:
+            return _load_yaml(file, imports=False)
+        except OverlordError as error:
+            error.args = (str(error).replace(str(file), "the job.yaml of the store"),)
+            raise
 
 
 def refuse_kept_code(kept: JobFile, given: Collection[str] = ()) -> None:

@@ -19,7 +19,7 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan, plan_from_bytes
 from overlord.core.spec_errors import is_finite, is_whole, named_arguments
 from overlord.core.states import check_seal, reads_records
-from overlord.errors import SpecError, StateError
+from overlord.errors import OverlordError, SpecError, StateError
 from overlord.job.hook_specs import HOOK_KINDS, Hook
 from overlord.job.layout_specs import DEFAULT_CACHE, Keys, Layout, OnSourceFailure, Placement, Runtime
 from overlord.job.mixture_specs import MOST_WEIGHT
@@ -529,8 +529,10 @@ def replay(
         told = dataclasses.replace(service_options(loaded.job, options), replays=True)
         service = Service(_start("inline", loaded.job, told, None), loaded.job, options)
         service.scratch = copied
-    except BaseException:
+    except BaseException as error:
         remove_scratch(copied)
+        if isinstance(error, OverlordError):
+            error.args = (str(error).replace(str(copied), path),)  # the caller knows the store, not its copy
         raise
     planned = {record["step"]: record.get("plan") for record in kept.records if record["kind"] == "plan"}
     made = service.plan_raw(number)

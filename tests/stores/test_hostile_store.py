@@ -301,3 +301,16 @@ def test_the_folder_of_a_store_is_only_read_by_a_replay(store, tmp_path):
     before = content()
     ol.replay(store, 3, cache=tmp_path / "cache").close()
     assert content() == before
+
+
+def test_errors_of_a_replay_name_the_store_and_no_scratch_folder(store, tmp_path):
+    job = store / LINEAGE / "job.yaml"
+    whole = job.read_text()
+    job.write_text(whole + "\nsead: 3\n")
+    with pytest.raises(ol.SpecError, match=r"the job\.yaml of the store:\d+: sead: unknown key"):
+        ol.replay(store, 30, cache=tmp_path / "cache")
+    job.write_text(whole)
+    for snapshot in sorted((store / LINEAGE).glob("snapshot-*"))[:-1]:
+        snapshot.unlink()
+    with pytest.raises(ol.StateError, match=rf"of the store '{store}' keeps the steps"):
+        ol.replay(store, 1, cache=tmp_path / "cache")

@@ -330,9 +330,10 @@ def describe_differences(
             if key == "sources" and not prefix:
                 found.extend(_describe_sources(one, other, words))
                 continue
-            if key == "weights" and not prefix and "sources" in old and "sources" in new:
+            names = [parts.get("sources") for parts in (old, new)]  # of any type, in a state that was edited
+            if key == "weights" and not prefix and all(isinstance(each, Mapping) for each in names):
                 # The weight of a source that is missing or new is no difference of its own.
-                kept = old["sources"].keys() & new["sources"].keys()
+                kept = set(names[0] or ()) & set(names[1] or ())
                 one, other = ({n: w for n, w in weights.items() if n in kept} for weights in (one, other))
             found.extend(describe_differences(one, other, f"{prefix}{key}.", words))
         elif key == "module" and prefix.startswith("hooks.") and not both:

@@ -152,10 +152,14 @@ def _asking(place: str, what: str) -> Iterator[None]:
 
 def _failure(place: str, what: str, error: Exception) -> StoreError:
     why = getattr(error, "strerror", None) or shortened(error, 200)
-    return StoreError(
-        f"the store {place!r} cannot {what} ({why}); steps are not planned as long as they could not be resumed. "
-        "Free space or repair the store; or launch with another one."
-    )
+    if what == "be read":
+        effect = "the run that it holds can be neither resumed nor shown. Repair the store, or give another one."
+    else:
+        effect = (
+            "steps are not planned as long as they could not be resumed. Free space or repair the store; or launch "
+            "with another one."
+        )
+    return StoreError(f"the store {place!r} cannot {what} ({why}); {effect}")
 
 
 class LocalPlace:
