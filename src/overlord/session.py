@@ -527,6 +527,9 @@ def replay(
         of_run |= {"store": copied, "state": number, "cache": cache, "source_options": source_options}
         options = loaded.call(of_run | {"runtime": "inline"})
         told = dataclasses.replace(service_options(loaded.job, options), replays=True)
+        from overlord.runtimes.launching.tokenizer_trial import try_tokenizer  # with libraries that no launcher needs
+
+        try_tokenizer(loaded.job, told.cache)  # the store names it, and all roles run in this process
         service = Service(_start("inline", loaded.job, told, None), loaded.job, options)
         service.scratch = copied
     except BaseException as error:

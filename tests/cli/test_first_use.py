@@ -269,3 +269,15 @@ def test_the_cache_is_in_the_folder_of_the_user_s_caches(given: str, folder: str
     environment = os.environ | {"XDG_CACHE_HOME": given}
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == folder
+
+
+@pytest.mark.parametrize("command", ["run", "explain", "sources preview", "sources lint"])
+def test_no_command_renders_a_template_that_has_not_been_tried(command, demo_files, tmp_path: Path, cache: str) -> None:
+    lines(tmp_path / "a.jsonl", ['{"messages": [{"role": "user", "content": "hello"}]}'] * 20)
+    doubled = "{% set n = namespace(x='a') %}{% for _ in range(31) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}"
+    (tmp_path / "large.jinja").write_text(doubled)  # 2 GiB
+    sample = "{kind: chat, template: large.jinja}"
+    file = job(tmp_path, "a.jsonl", sample, more=f"tokenizer: {demo_files.tokenizer}\n")
+    outcome = CliRunner().invoke(app, [*command.split(), str(file), "--cache", cache])
+    assert outcome.exit_code == 2, outcome.stdout
+    assert "a chat template of source 's', needed more than 2 GiB of memory" in outcome.stderr

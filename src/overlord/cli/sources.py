@@ -30,6 +30,7 @@ from overlord.job.specs import (
     Source,
     Text,
     Video,
+    tokenizer_file,
 )
 from overlord.readers.index import IndexCache
 from overlord.readers.source_files import LengthSidecars, SourceFiles
@@ -38,6 +39,7 @@ from overlord.reports.summary import number, percent, size
 from overlord.roles.source_loader import fit_context
 from overlord.runtimes.hosts.prefetch import LOADER_THREADS, ThreadWorkers
 from overlord.runtimes.launching.deployment import IsolateReader, transform_of, try_sources
+from overlord.runtimes.launching.tokenizer_trial import try_tokenizer
 from overlord.runtimes.supervision.child import usable_cpus
 from overlord.runtimes.supervision.reader_processes import ReaderProcesses
 from overlord.transforms.samples.per_sample import Measured, SampleTransform, no_seeds, ragged_column
@@ -122,6 +124,9 @@ def open_each(job: Job, sources: Sequence[Source], cache: Path, tell: Tell | Non
     """Open some sources of a job as a launch does; the fault of one does not keep the others from being opened."""
     if not sources:
         return []
+    if job.tokenizer is not None:
+        tokenizer_file(job.tokenizer)
+    try_tokenizer(job, str(cache))  # before its files, and the chat templates, are used in this process
     tokenizer = TextTokenizer(job.tokenizer) if job.tokenizer else None
     if tokenizer is not None:
         reserve_placeholders(job, tokenizer)
