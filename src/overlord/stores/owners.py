@@ -10,13 +10,18 @@ Rules of this file:
    number again after the records were removed; it is not the owner if a newer record exists. As a number may be given
    twice, the names of marks are unique.
 4. A service that is alive keeps its store. The same service may always take it over: that is how it recovers.
+5. A service whose launcher is gone ends by itself, which takes a moment: a script that launches again at once waits for
+   it, and kills it if it takes long. Whether its launcher is gone is read from the process, never from the store, which
+   could name any process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import signal
 import socket
 import time
 import uuid
@@ -32,8 +37,9 @@ BEAT_S = 20.0
 SILENT_S = 60.0
 """An owner on another host without a heartbeat for this long counts as dead."""
 ENDING_S = 3.0
-"""How long an owner on this host is given to end: its launcher may have been killed a moment ago, and a script that
-launches again at once should not be refused."""
+"""How long an owner on this host whose launcher is gone is given to end by itself, before it is killed."""
+KILLED_S = 30.0
+"""How long it may take to go after that: a process may be blocked in the kernel."""
 TRIES = 20
 
 
@@ -166,10 +172,7 @@ def _refuse_living(place: Place, name: str, owner: Owner) -> None:
     if owner.closed:
         return
     if owner.kernel == _kernel():
-        until = time.monotonic() + (ENDING_S if owner.pid != os.getpid() else 0.0)
-        while (alive := _started(owner.pid) == owner.started) and time.monotonic() < until:
-            time.sleep(0.05)
-        if not alive:
+        if not _is_alive(owner) or _end_orphan(owner):
             return
         remedy = f"Close it, or end the process (kill {owner.pid})"
     else:
@@ -181,6 +184,33 @@ def _refuse_living(place: Place, name: str, owner: Owner) -> None:
         f"the store {place.name!r} belongs to {_shown(owner)}, which is alive; two services in one store would mix "
         f"their journals. {remedy}, or launch with another store."
     )
+
+
+def _is_alive(owner: Owner) -> bool:
+    return _started(owner.pid) == owner.started
+
+
+def _end_orphan(owner: Owner) -> bool:
+    """Wait for the end of a service of this host whose launcher is gone; return whether it has ended (rule 5)."""
+    begin = time.monotonic()
+    while _is_orphan(owner.pid) and time.monotonic() < begin + ENDING_S + KILLED_S:
+        if time.monotonic() > begin + ENDING_S and _is_alive(owner):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(owner.pid, signal.SIGKILL)
+        if not _is_alive(owner):
+            return True
+        time.sleep(0.05)
+    return not _is_alive(owner)
+
+
+def _is_orphan(pid: int) -> bool:
+    """Return whether a process is part of a service that was launched by a process of this host which is gone."""
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False  # it has ended, or belongs to another user
+    launcher = next((one.partition(b"=")[2] for one in variables if one.startswith(b"OVERLORD_LAUNCHER=")), b"")
+    return launcher.isdigit() and _started(int(launcher)) is None
 
 
 def _newest(place: Place) -> tuple[int, list[tuple[str, Owner | None]]] | None:

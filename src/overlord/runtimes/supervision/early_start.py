@@ -18,6 +18,8 @@ from pathlib import Path
 
 from overlord.runtimes.supervision.cleanup import remove_when_gone
 
+LAUNCHER_VARIABLE = "OVERLORD_LAUNCHER"
+"""In the environment of a service and of its roles: the process id of their launcher (see stores/owners.py)."""
 LOCAL_SERVICE = "overlord.runtimes.launching.local_service"
 """The module that a service process of the local runtime runs."""
 ONE_THREAD = {
@@ -47,7 +49,11 @@ def signal_at_end(pipe: int, signum: signal.Signals, owner: int) -> None:
 
 
 def start_python(
-    arguments: Sequence[str], environment: Mapping[str, str], fds: Sequence[int], **options: object
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    fds: Sequence[int],
+    own: Mapping[str, str] | None = None,
+    **options: object,
 ) -> subprocess.Popen[bytes]:
     """Start a Python process with the modules of this one; its standard input is a pipe that ends with this process.
 
@@ -56,10 +62,11 @@ def start_python(
     Args:
         environment: Variables that this process's own environment overrules.
         fds: Descriptors that it inherits.
+        own: Variables that overrule this process's own environment.
     """
     paths = os.pathsep.join(path for path in sys.path if path)
     # Few malloc arenas: with one for each of its threads, what they free stays with the process.
-    env = {"MALLOC_ARENA_MAX": "2", **environment, **os.environ, "PYTHONPATH": paths}
+    env = {"MALLOC_ARENA_MAX": "2", **environment, **os.environ, "PYTHONPATH": paths, **(own or {})}
     line, ours = os.pipe()
     try:
         process: subprocess.Popen[bytes] = subprocess.Popen(  # type: ignore[call-overload]
@@ -83,7 +90,8 @@ def start_service(module: str, environment: Mapping[str, str], keeps_folder: int
     """
     # A session of its own: the terminal's Ctrl-C must not reach it; the closing pipe does.
     return start_python(
-        ["-m", module], environment, [keeps_folder], stdout=subprocess.PIPE, start_new_session=True
+        ["-m", module], environment, [keeps_folder], own={LAUNCHER_VARIABLE: str(os.getpid())},
+        stdout=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
 
 
