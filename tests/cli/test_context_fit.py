@@ -90,7 +90,7 @@ def test_one_bad_row_among_few_of_many_is_no_error(tmp_path: Path) -> None:
     assert errors(path, "--rows", 20) == []
     path = written(tmp_path, ids("a", tmp_path, [5] * 400, bad=2, tolerance=0.01))
     assert errors(path, "--rows", 20) == [
-        "bad: 2 of 20 rows (10 %) are a larger share than tolerance=0.01; a run would stop after about 101 rows"
+        "bad: 2 of 20 rows (10 %) are a larger share than tolerance: 0.01; a run would stop after about 101 rows"
     ]
 
 
@@ -184,7 +184,7 @@ def test_both_say_what_is_cut(tmp_path: Path) -> None:
     assert sentence in notes(result_of("run", path, "--runtime", "inline", "--steps", 2))
     (told,) = json.loads(call("sources", "lint", path, "--json").stdout)["findings"]
     assert told["message"].replace(NARROW_SPACE, " ") == (
-        "25 % of 40 rows are longer than context_length=64 and are cut, which loses 42 % of the tokens"
+        "25 % of 40 rows are longer than context_length: 64 and are cut, which loses 42 % of the tokens"
     )
 
 

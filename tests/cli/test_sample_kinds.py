@@ -246,8 +246,8 @@ def test_lint_tells_what_happens_to_transparency_long_sounds_and_clips_over_max_
     told = {(one["source"], one["message"]) for one in result_of("sources", "lint", path)["findings"]}
     assert ("icons", "1 of 3 images are transparent in places and are put on white") in told
     words = {name: [m for n, m in told if n == name and " of " in m] for name in ("clips", "sounds")}
-    assert any("more than max_tokens=4 tokens" in m and "min_pixels=3136" in m for m in words["clips"])
-    assert any("sounds are longer than seconds=2 and are cut" in m for m in words["sounds"])
+    assert any("more than max_tokens: 4 tokens" in m and "min_pixels: 3136" in m for m in words["clips"])
+    assert any("sounds are longer than seconds: 2 and are cut" in m for m in words["sounds"])
 
 
 def test_lengths_that_nobody_would_read_are_refused(job: ol.Job) -> None:
