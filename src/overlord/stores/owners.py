@@ -10,18 +10,14 @@ Rules of this file:
    number again after the records were removed; it is not the owner if a newer record exists. As a number may be given
    twice, the names of marks are unique.
 4. A service that is alive keeps its store. The same service may always take it over: that is how it recovers.
-5. A service whose launcher is gone ends by itself, which takes a moment: a script that launches again at once waits for
-   it, and kills it if it takes long. Whether its launcher is gone is read from the process, never from the store, which
-   could name any process.
+5. A service whose launcher is gone ends by itself within seconds: a script that launches again at once waits for it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
-import signal
 import socket
 import time
 import uuid
@@ -36,11 +32,11 @@ BEAT_S = 20.0
 """An owner writes a heartbeat at least this often."""
 SILENT_S = 60.0
 """An owner on another host without a heartbeat for this long counts as dead."""
-ENDING_S = 3.0
-"""How long an owner on this host whose launcher is gone is given to end by itself, before it is killed."""
-KILLED_S = 30.0
-"""How long it may take to go after that: a process may be blocked in the kernel."""
+ENDING_S = 15.0
+"""How long an owner on this host whose launcher is gone is given to end: its service and its roles have 5 s each."""
 TRIES = 20
+_LAUNCHER = b"OVERLORD_LAUNCHER="
+"""In the environment of every process of a service: the process id of its launcher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +168,7 @@ def _refuse_living(place: Place, name: str, owner: Owner) -> None:
     if owner.closed:
         return
     if owner.kernel == _kernel():
-        if not _is_alive(owner) or _end_orphan(owner):
+        if _has_ended(owner):
             return
         remedy = f"Close it, or end the process (kill {owner.pid})"
     else:
@@ -190,15 +186,10 @@ def _is_alive(owner: Owner) -> bool:
     return _started(owner.pid) == owner.started
 
 
-def _end_orphan(owner: Owner) -> bool:
-    """Wait for the end of a service of this host whose launcher is gone; return whether it has ended (rule 5)."""
-    begin = time.monotonic()
-    while _is_orphan(owner.pid) and time.monotonic() < begin + ENDING_S + KILLED_S:
-        if time.monotonic() > begin + ENDING_S and _is_alive(owner):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(owner.pid, signal.SIGKILL)
-        if not _is_alive(owner):
-            return True
+def _has_ended(owner: Owner) -> bool:
+    """Return whether an owner on this host has ended, or ends within a moment because its launcher is gone (rule 5)."""
+    until = time.monotonic() + ENDING_S
+    while _is_alive(owner) and _is_orphan(owner.pid) and time.monotonic() < until:
         time.sleep(0.05)
     return not _is_alive(owner)
 
@@ -209,7 +200,7 @@ def _is_orphan(pid: int) -> bool:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return False  # it has ended, or belongs to another user
-    launcher = next((one.partition(b"=")[2] for one in variables if one.startswith(b"OVERLORD_LAUNCHER=")), b"")
+    launcher = next((text[len(_LAUNCHER) :] for text in variables if text.startswith(_LAUNCHER)), b"")
     return launcher.isdigit() and _started(int(launcher)) is None
 
 

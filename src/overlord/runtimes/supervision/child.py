@@ -76,7 +76,8 @@ class Limits:
         self.ray_close: Final = 60.0 * slow  # a service on a cluster
         self.role_close: Final = 10.0 * slow  # all roles, and all threads that replace roles
         self.role_last_word: Final = 2.0 * slow  # the roles of one kind, where others have taken that time
-        self.orphaned_service: Final = 45.0 * slow  # a service whose launcher is gone
+        self.closed_service: Final = 45.0 * slow  # a service that its launcher closes
+        self.orphaned_service: Final = 5.0 * slow  # a service whose launcher is gone
         self.orphaned_role: Final = 5.0 * slow  # a role whose service is gone
         self.fork_close: Final = 2.0 * slow  # a fork server that ends its children
         # Steadiness: a child that lived for so long did not fail because it was started.

@@ -19,7 +19,8 @@ from pathlib import Path
 from overlord.runtimes.supervision.cleanup import remove_when_gone
 
 LAUNCHER_VARIABLE = "OVERLORD_LAUNCHER"
-"""In the environment of a service and of its roles: the process id of their launcher (see stores/owners.py)."""
+"""In the environment of every process of a service: the process id of its launcher, which a launch into the same store
+looks for (stores/owners.py)."""
 LOCAL_SERVICE = "overlord.runtimes.launching.local_service"
 """The module that a service process of the local runtime runs."""
 ONE_THREAD = {

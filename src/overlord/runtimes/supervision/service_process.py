@@ -679,8 +679,14 @@ def ray_service(job: Job, options: ServiceOptions, progress: Progress | None) ->
 # for its last holder (`cleanup.remove_when_gone`).
 
 
-def run_service(serving: Serving) -> None:
-    """Be the service process of a launcher."""
+def run_service(serving: Serving, orphaned_s: float = LIMITS.orphaned_service) -> None:
+    """Be the service process of a launcher.
+
+    Args:
+        serving: Serves the job.
+        orphaned_s: How long the end may take if the launcher is gone. The next one waits for this process to leave the
+            store.
+    """
     events = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever prints from here on goes to the log, not into the protocol
     set_up_process()
@@ -698,7 +704,7 @@ def run_service(serving: Serving) -> None:
         return
     folder, keeps_folder, bundle = given
     os.set_inheritable(keeps_folder, False)  # it must end with this process, and not with one that this one starts
-    stopping = _StopRequest()
+    stopping = _StopRequest(orphaned_s)
 
     def progress(what: str, done: int, of: int) -> None:
         tell(ServiceProgress(what, done, of))
@@ -758,7 +764,8 @@ def _signs_of_life(tell: Callable[[ServiceEvent], None]) -> Iterator[Callable[[]
 class _StopRequest:
     """The request to stop: the launcher closes the service or is gone, a SIGTERM, or a rewind."""
 
-    def __init__(self) -> None:
+    def __init__(self, orphaned_s: float) -> None:
+        self._orphaned_s = orphaned_s
         self.why: OverlordError | None = None
         """What clients are told; None where the service was closed by its launcher."""
         # Not an Event: its lock may be held by the very thread that a signal interrupts, which would wait for itself.
@@ -791,7 +798,7 @@ class _StopRequest:
             "more data will come. Launch again with state='latest', or from your last checkpoint."
         )
         self.request(None if closed else gone)
-        time.sleep(LIMITS.orphaned_service)
+        time.sleep(LIMITS.closed_service if closed else self._orphaned_s)
         os._exit(1)  # something hangs; the kernel cleans up
 
 

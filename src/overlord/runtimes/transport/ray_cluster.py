@@ -350,4 +350,4 @@ def serving(bundle: bytes, folder: Path, progress: Progress, keep: KeepOptions) 
 if __name__ == "__main__":
     from overlord.runtimes.transport import ray_cluster  # by its name, by which actors find its classes
 
-    run_service(ray_cluster.serving)
+    run_service(ray_cluster.serving, LIMITS.closed_service)  # a Ray cluster of its own takes longer to end
