@@ -197,6 +197,28 @@ def test_a_run_forks_at_any_kept_step(ids_job, cache, tmp_path):
         assert orders(service, 1) == seen[:1], "a launch without a state begins, beside what is there"
 
 
+def test_a_successor_that_closes_early_hides_no_step_that_was_handed_out(tmp_path):
+    """Its predecessor was killed with plan records that were not written yet: trainers may have come to the horizon."""
+
+    def plan(store, step):
+        store.journal.append({"kind": "plan", "step": step}, durable=True)
+
+    place = open_place(str(tmp_path))
+    killed = Store(place, "it")
+    killed.begin({"step": 0}, horizon=64)
+    plan(killed, 0)
+    successor = Store(place, "it")
+    successor.go_on(successor.newest())
+    plan(successor, 1)
+    successor.close()
+    assert newest_lineage(place).last_resumable == 64
+    another = Store(place, "it")
+    another.begin({"step": 0}, horizon=64)
+    plan(another, 0)
+    another.close()
+    assert newest_lineage(place).last_resumable == 1, "nothing was lost: only step 0 has a plan"
+
+
 def test_nothing_of_a_future_that_is_left_comes_back(ids_job, cache, tmp_path):
     with launch(ids_job, cache, tmp_path) as service, service.client() as client:
         for _ in range(5):

@@ -16,6 +16,7 @@ Rules of this file:
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import socket
@@ -32,9 +33,15 @@ BEAT_S = 20.0
 """An owner writes a heartbeat at least this often."""
 SILENT_S = 60.0
 """An owner on another host without a heartbeat for this long counts as dead."""
-ENDING_S = 15.0
-"""How long an owner on this host whose launcher is gone is given to end: its service and its roles have 5 s each."""
+ENDING_S = 60.0
+"""How long an owner on this host whose launcher is gone is given to end. Its service and its roles have 5 s each, which
+take several times as long on a host whose cores are full."""
+WARN_S = 5.0
+"""When it is logged that such an owner is waited for."""
 TRIES = 20
+
+logger = logging.getLogger("overlord")
+
 _LAUNCHER = b"OVERLORD_LAUNCHER="
 """In the environment of every process of a service: the process id of its launcher."""
 
@@ -188,8 +195,11 @@ def _is_alive(owner: Owner) -> bool:
 
 def _has_ended(owner: Owner) -> bool:
     """Return whether an owner on this host has ended, or ends within a moment because its launcher is gone (rule 5)."""
-    until = time.monotonic() + ENDING_S
-    while _is_alive(owner) and _is_orphan(owner.pid) and time.monotonic() < until:
+    began, warned = time.monotonic(), False
+    while _is_alive(owner) and _is_orphan(owner.pid) and time.monotonic() < began + ENDING_S:
+        if not warned and time.monotonic() > began + WARN_S:
+            logger.warning("waiting for %s to end and leave its store: its launcher is gone", _shown(owner))
+            warned = True
         time.sleep(0.05)
     return not _is_alive(owner)
 

@@ -156,10 +156,12 @@ class FoundLineage:
     def last_resumable(self) -> int:
         """The last step that a trainer may have come to: after a crash, newer ones than have a plan, up to the horizon.
 
-        Plan records are written in groups, so the last of them are lost with the process that planned.
+        Plan records are written in groups, so the last of them are lost with the process that planned. A process that
+        went on after such a crash and closed the lineage before it came as far again does not know of them either: its
+        last record says how far its predecessor may have come.
         """
-        closed = bool(self.records) and self.records[-1]["kind"] == CLOSED
-        return self.reached if closed else max(self.reached, self.horizon)
+        last = self.records[-1] if self.records else {}
+        return max(self.reached, last["step"] if last.get("kind") == CLOSED else self.horizon)
 
 
 def lineage_before(place: Place, found: FoundLineage, step: int) -> FoundLineage:
@@ -252,6 +254,8 @@ class Store:
         """The step that the lineage began at."""
         self.horizon = 0
         """Steps before this one may have been handed out: a recovered stream must repeat them unchanged."""
+        self._inherited = -1
+        """The horizon of the incarnation that this one goes on after; -1 where there was none."""
         self.journal = Journal(place, self._claim.check)
         """Where inputs and plan records go."""
 
@@ -300,6 +304,7 @@ class Store:
         with self._saving:
             self.lineage, self._folder, self.goes_on = found.number, _folder(found.number), True
             self.first_step, self.horizon = found.newest.first_step, found.horizon
+            self._inherited = found.last_resumable
             sizes = found.sizes
             self._snapshots = [(s.step, s.name, s.segment, sizes.get(s.name, 0)) for s in found.snapshots]
             self._beside = {
@@ -381,7 +386,7 @@ class Store:
         """
         try:
             if self.lineage:
-                self.journal.append({"kind": CLOSED, "step": -1}, durable=True)
+                self.journal.append({"kind": CLOSED, "step": self._inherited}, durable=True)
         finally:
             self.journal.close()
             self._claim.close()
