@@ -223,6 +223,11 @@ def _load_yaml(file: Path, *, imports: bool = True) -> JobFile:
     launch_data = data.pop("launch", None)
     code = {} if imports else _take_code(data, launch_data)
     manifest = _manifest_of(data.get("sources"), file, root)
+    if manifest is not None and not imports:  # its readers would not be in `code`, and it may lie in the store
+        raise SpecError(
+            f"{file}: sources names a manifest, {str(manifest)!r}, and no store keeps its sources so; another file "
+            "would decide what is read. Give the job of the run: JOB on the command line, job= in Python."
+        )
     lines: list[int] = []
     if manifest is not None:
         found = read_manifest_lines(manifest)

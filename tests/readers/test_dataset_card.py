@@ -9,9 +9,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 import overlord as ol
 from overlord.errors import SourceError
+from overlord.job.plain_yaml import load_yaml
 from overlord.readers.dataset_card import split_files
 from overlord.readers.index import IndexCache
 from overlord.readers.source_files import SourceFiles
@@ -219,6 +221,9 @@ HOSTILE = {
     "deep nesting": card_of("x: " + "[" * 100_000),
     "many values": card_of("x: [" + "1," * 300_000 + "1]"),
     "a long number": card_of("x: 1" + ":1" * 400_000),
+    "a long number in quotes": card_of("x: !!int '1" + ":1" * 400_000 + "'"),
+    "a long number in a block": card_of("x: !!int |-\n  1" + ":1" * 400_000),
+    "a long number with blanks": card_of("x: !!int '1" + ": 1" * 400_000 + "'"),
     "a head without an end": {"README.md": "---\n" + "\n" * (8 << 20)},
     "aliases in split.yaml": {".nv-meta/split.yaml": f"{bomb()}\nsplit_parts: {{train: *a11}}"},
     "braces of a billion shards": {".nv-meta/split.yaml": "split_parts: {train: ['{0..999}{0..999}{0..999}.tar']}"},
@@ -230,6 +235,17 @@ HOSTILE = {
 def test_a_hostile_description_is_refused_before_it_takes_memory(texts: dict[str, str]):
     with pytest.raises(SourceError, match=r"cannot be read \((it |its head)"):
         split_files(FILES, texts, config=None, split="train")
+
+
+@pytest.mark.parametrize(
+    "value", ["1:" * 400 + "1.5", "!!int ''", "!!float ''", "!!timestamp x", "!!bool x", "2001-9-99"]
+)
+def test_a_value_that_does_not_fit_its_tag_is_an_error_in_words(value: str):
+    card = card_of(f"x: {value}\nconfigs: [{{config_name: a, data_files: x}}]")
+    with pytest.raises(SourceError, match=r"cannot be read \("):
+        split_files(FILES, card, config=None, split=None)
+    with pytest.raises(yaml.YAMLError):
+        load_yaml(f"x: {value}")
 
 
 @pytest.mark.parametrize("pattern", ["*a" * 60 + "*b", "**/*a*/" * 30 + "b", "**a" * 60 + "**b"])

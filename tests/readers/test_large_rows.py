@@ -14,8 +14,9 @@ import pyarrow as pa
 import pytest
 
 import overlord as ol
-from overlord.core.ragged import BAD_COLUMN, TOO_LARGE
+from overlord.core.ragged import BAD_COLUMN, NOT_PARSED, TOO_LARGE
 from overlord.errors import SourceError, SpecError
+from overlord.readers import jsonl, tar_shards
 from overlord.readers.index import IndexCache
 from overlord.readers.jsonl import LineReader, ParseLines
 from overlord.readers.source_files import SourceFiles
@@ -113,6 +114,36 @@ def test_a_line_of_hundreds_of_megabytes_takes_no_memory(name: str, tmp_path: Pa
     large, rows, grown = map(int, done.stdout.split())
     assert (large, rows) == (1, 6)
     assert grown < 100  # MiB
+
+
+def test_gigabytes_of_blank_lines_are_not_passed_over_to_find_a_head(tmp_path: Path):
+    path = tmp_path / "a.jsonl.zst"
+    with pa.CompressedOutputStream(str(path), "zstd") as file:
+        for _ in range(2048):
+            file.write(b"\n" * (1 << 20))  # minutes, if all of them were looked at
+        file.write(b'{"text": "a"}\n')
+    with pytest.raises(SourceError, match="has no rows in"):
+        SourceFiles("a", [str(path)], cache=IndexCache(tmp_path / "cache"), columns=["text"]).kinds()
+
+
+def test_a_line_of_too_many_values_is_bad_and_the_others_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jsonl, "_MOST_VALUES", 1000)
+    rows = [{"text": "a"}, {"text": "b", "x": [[]] * 1001}, {"text": "c" * 2000, "x": [1] * 900}, {"text": "d"}]
+    marks = marks_of(write_lines(tmp_path / "a.jsonl.zst", rows), tmp_path, 1 << 20)
+    assert marks == [0, NOT_PARSED, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
+def test_a_sample_of_too_many_members_is_bad_and_the_others_are_not(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tar_shards, "_MOST_MEMBERS", 10)
+    with tarfile.open(tmp_path / name, "w:gz" if name.endswith(".gz") else "w") as shard:
+        for key, count in enumerate((1, 10, 11, 50, 1)):
+            for number in range(count):
+                member = tarfile.TarInfo(f"{key}.{f'x{number}' if number else 'text'}")
+                shard.addfile(member, io.BytesIO())
+    assert marks_of(tmp_path / name, tmp_path, 1000) == [0, 0, TOO_LARGE, TOO_LARGE, 0]
 
 
 def job_of(path: Path, **fields: object) -> ol.Job:

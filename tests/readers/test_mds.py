@@ -249,3 +249,7 @@ def test_a_flip_anywhere_is_noticed_where_shards_have_hashes(folder: str, tmp_pa
     os.utime(shard, ns=(1, 1))  # another version of the file
     with pytest.raises(SourceError, match=r"shard.00001.*: the index.json beside it, .* is not one of MDS"):
         read_all(open_source(tmp_path / "copy"))
+    os.truncate(tmp_path / "copy" / "index.json", 1 << 40)
+    os.utime(shard, ns=(2, 2))
+    with pytest.raises(SourceError, match=r"shard.00001.*: the index.json beside it has 1099511627776 bytes"):
+        read_all(open_source(tmp_path / "copy"))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 
@@ -14,6 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import overlord as ol
+from overlord.runtimes.autoscaling import metrics
 from overlord.runtimes.autoscaling.metrics import MetricsServer
 
 Figures = dict[tuple[str, ...], float]
@@ -86,6 +89,39 @@ def test_one_that_is_gone_is_told_as_down():
     door.tell(gone)
     assert scrape(door.url)["overlord_up",] == 0
     door.close()
+
+
+def test_connections_that_send_no_request_are_few_and_end(monkeypatch):
+    monkeypatch.setattr(metrics, "REQUEST_S", 1.0, raising=False)
+    door, threads = MetricsServer(0), threading.active_count()
+    port = int(door.url.rsplit(":", 1)[1].partition("/")[0])
+    with contextlib.ExitStack() as stack:
+        many = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20)) for _ in range(100)]
+        time.sleep(0.5)
+        assert threading.active_count() <= threads + 16
+        for one in many:
+            with contextlib.suppress(OSError):
+                one.sendall(b"GET /metrics HTTP/1.1\r\n")
+            with contextlib.suppress(ConnectionError):
+                assert one.recv(1) == b""
+        assert scrape(door.url)["overlord_up",] == 0
+    door.close()
+
+
+def test_however_many_ask_the_service_is_asked_now_and_then(monkeypatch):
+    monkeypatch.setattr(metrics, "ASK_EVERY_S", 60.0, raising=False)
+    asked = []
+
+    def gone():
+        asked.append(1)
+        raise ol.ServiceLost("it is gone; nobody answers")
+
+    door = MetricsServer(0)
+    door.tell(gone)
+    for _ in range(20):
+        assert scrape(door.url)["overlord_up",] == 0
+    door.close()
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("wrong", [True, -1, 70000, "here", "host:", "1.5", 9400.0, ["9400"]])

@@ -108,6 +108,22 @@ def test_a_tag_of_python_in_a_kept_job_makes_nothing(store, ran, tmp_path):
     assert not ran.exists()
 
 
+def test_a_kept_job_does_not_name_a_manifest_with_code(store, ran, tmp_path, monkeypatch):
+    """A store that lies in a folder of `sys.path`, such as the working folder of `python -m overlord`."""
+    monkeypatch.syspath_prepend(str(store))
+
+    def through_a_manifest(job):
+        sources = [{**source, "format": "evil:R"} for source in job["sources"]]
+        (store / LINEAGE / "sources.jsonl").write_text("".join(json.dumps(source) + "\n" for source in sources))
+        job["sources"] = str(store / LINEAGE / "sources.jsonl")
+
+    put_code(store, ran, through_a_manifest)
+    with pytest.raises(ol.SpecError, match=r"the job\.yaml of the store: sources.*manifest"):
+        ol.replay(store, 3, cache=tmp_path / "cache")
+    assert not ran.exists()
+    assert "evil" not in sys.modules
+
+
 def test_code_of_the_run_comes_from_the_job_that_is_named(ids_job, tmp_path):
     (tmp_path / "kept_hooks_of_test.py").write_text("def same(part): return None\nsame.version = '1'\n")
     (tmp_path / "job.yaml").write_text(
@@ -218,6 +234,25 @@ def test_names_of_any_form_are_no_lineages_and_no_segments(ids_job, store, tmp_p
 
 
 DEEP = b"[" * 200_000 + b"]" * 200_000
+OWNER = {"service": "x", "generation": 1, "host": "h", "pid": 1, "started": 1, "kernel": "k", "since": 1.0}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        DEEP,
+        b"null",
+        b"\xff",
+        *(
+            json.dumps({**OWNER, **other}).encode()
+            for other in ({"service": 3}, {"pid": "../../etc/passwd"}, {"host": []}, {"closed": "no"}, {"since": None})
+        ),
+    ],
+    ids=lambda record: f"{record[:40]!r}",
+)
+def test_records_of_owners_are_not_trusted(ids_job, store, tmp_path, record):
+    (store / "owner-000009").write_bytes(record)
+    assert look(store, ids_job, tmp_path / "cache") == []
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,11 @@ MOST_BYTES = 8 << 20
 MOST_VALUES = 200_000
 """How many values a text may stand for, every alias counted as what it names."""
 MOST_NESTED = 100
-_LONG_NUMBER = re.compile(r"[-+0-9_:.]{1000,}")
+_LONG = 1000
+_LONG_NUMBER = re.compile(r"[-+0-9_:.]+")
 """A plain scalar (one without quotes) that YAML may read as a number in base 60, which takes quadratic time."""
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+"""Tags that make any scalar a number, also one in quotes and one with blanks."""
 
 
 class TooMuchYaml(yaml.YAMLError):
@@ -42,10 +45,17 @@ def load_yaml(text: str) -> Any:
 
 
 def build_yaml(text: str) -> Any:
-    """Return the value of a YAML text that `check_yaml` has passed."""
+    """Return the value of a YAML text that `check_yaml` has passed.
+
+    Raises:
+        yaml.YAMLError: It is no plain YAML, or a value does not fit its tag.
+    """
     loader = SafeLoader(text)
     try:
         return loader.get_single_data()
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # What PyYAML's constructors raise for `!!int ""`, `!!timestamp x`, 2001-99-99 and the like.
+        raise yaml.YAMLError(f"a value cannot be read as what it is marked or looks like ({error})") from error
     finally:
         loader.dispose()
 
@@ -87,7 +97,9 @@ def check_yaml(text: str) -> None:
         elif isinstance(event, yaml.ScalarEvent):
             if event.anchor is not None:
                 sizes[event.anchor] = 1
-            if not event.style and len(event.value) >= 1000 and _LONG_NUMBER.fullmatch(event.value):
+            if len(event.value) >= _LONG and (
+                event.tag in _NUMBERS or (not event.style and _LONG_NUMBER.fullmatch(event.value))
+            ):
                 raise TooMuchYaml(f"has a number of {len(event.value)} digits")
             count += 1
         if count > MOST_VALUES:

@@ -44,6 +44,10 @@ _HEAD_BYTES = 4 << 20
 """The head of a file, at most; a longer first line is still read completely."""
 _HEAD_PASSED_BYTES = 1 << 30
 """Bytes of a line that is too long which are passed over to look at the lines after it, where only a head is read."""
+_HEAD_BLANK_BYTES = 4 << 20
+"""Bytes of blank lines that are passed over where only a head is read: a small compressed file may hold gigabytes."""
+_MOST_VALUES = 1 << 24
+"""Values in a line of JSON: objects in Python take far more memory than `[],[],[],..`."""
 _PASSED_OVER = b"-"
 """Stands for a line that is not held in memory; it is not blank, so that it counts as a row."""
 _BLANKS = bytes(range(33))
@@ -232,13 +236,14 @@ def _lines(file: StoredFile, start: int, stop: int | None, most_passed: int | No
     """Yield the lines of a range that are not blank, without their ends; None for one with more than `max_row_bytes`.
 
     Such a line is passed over without being held in memory; one with more than `most_passed` bytes is the last one.
+    With `most_passed`, the lines also end where too many blank ones follow one another.
     """
     compression = compression_of_name(file.path)
     chunk_bytes = _LOCAL_CHUNK_BYTES if file.is_local or compression else _REMOTE_CHUNK_BYTES
     with _open(file, start) as native:
         # A line may span several chunks: `parts` collects the beginning of a line until its newline comes.
         left = stop - start if stop is not None else file.size
-        parts, held = list[bytes](), 0
+        parts, held, blank = list[bytes](), 0, 0
         while chunk := native.read(chunk_bytes if compression else min(chunk_bytes, left)):
             left -= len(chunk)
             head, newline, rest = chunk.partition(b"\n")
@@ -261,6 +266,12 @@ def _lines(file: StoredFile, start: int, stop: int | None, most_passed: int | No
                     yield None
                 elif line.strip(_BLANKS):
                     yield line
+                else:
+                    blank += len(line) + 1
+                    continue
+                blank = 0
+            if most_passed is not None and blank > _HEAD_BLANK_BYTES:
+                return
         last = b"".join(parts)
         if held > file.max_row_bytes:
             yield None
@@ -300,6 +311,8 @@ def _line_lengths(native: ByteStream) -> Iterator[tuple[int, bool]]:
 
 
 _decode = msgspec.json.Decoder().decode
+_BEGINS = (b"[", b"{", b",")
+"""Every value but the first of all has one of them before it; texts may hold them too."""
 
 
 def _cells(line: bytes | None, columns: Iterable[str]) -> list[Any] | int:
@@ -333,7 +346,9 @@ def parse_object(line: bytes) -> dict[str, Any] | None:
 
 
 def parse_value(data: bytes) -> Any:
-    """Return the JSON value in some bytes of UTF-8, or None if there is none."""
+    """Return the JSON value in some bytes of UTF-8, or None if there is none, or it is of more than `_MOST_VALUES`."""
+    if len(data) > _MOST_VALUES and sum(map(data.count, _BEGINS)) > _MOST_VALUES:
+        return None
     try:
         return _decode(data)
     except (ValueError, RecursionError):

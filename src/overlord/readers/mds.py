@@ -57,6 +57,7 @@ from overlord.readers.reader import (
 _HEAD_BYTES = 4 << 20
 """The head of a shard, whose rows decide the kinds of its columns, at most."""
 _CONFIG_BYTES = 1 << 20
+_INDEX_BYTES = 256 << 20
 """The JSON object of a shard, at most."""
 _ARRAY_TYPES = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
@@ -178,6 +179,8 @@ def _verify_hash(file: StoredFile) -> None:
         return
     version, known = _hashes
     if version != (file.filesystem.type_name, beside, info.size, info.mtime_ns):
+        if (info.size or 0) > _INDEX_BYTES:
+            raise DamagedFile(f"the index.json beside it has {info.size} bytes, and at most {_INDEX_BYTES} are read")
         with file.filesystem.open_input_file(beside) as native:
             data = native.read()
         try:

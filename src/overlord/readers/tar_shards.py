@@ -34,6 +34,10 @@ from overlord.readers.reader import (
 KEY_COLUMN = "__key__"
 _HEAD_BYTES = 64 << 20
 """The head of a shard, at most."""
+_MOST_MEMBERS = 1 << 16
+"""Members of one sample; names of members take memory too, and a gigabyte of empty ones is compressed to a megabyte."""
+_SHOWN_COLUMNS = 1000
+"""Columns of a shard that an error may name."""
 
 
 class TarReader(CompressibleReader):
@@ -46,6 +50,7 @@ class TarReader(CompressibleReader):
         whole = compression_of_name(file.path) is not None
         wanted = _members_of(columns)
         seen: dict[str, None] = {}
+        lacking = [column for column in columns if column != KEY_COLUMN]
         blocks: list[tuple[int, int, int, int]] = []
         rows, size, start, stop = 0, 0, 0, 0
         with open_bytes(file) as source:
@@ -55,12 +60,13 @@ class TarReader(CompressibleReader):
                     rows, size, start = 0, 0, sample.start
                 rows, stop = rows + 1, sample.stop
                 size += sum(m.size for e, m in sample.members.items() if wanted(e))
-                seen.update(dict.fromkeys(sample.members))
+                if len(seen) < _SHOWN_COLUMNS:
+                    seen.update(dict.fromkeys(sample.members))
+                lacking = [column for column in lacking if not any(map(_members_of([column]), sample.members))]
         if rows:
             blocks.append((rows, size, start, stop))
-            for column in columns:
-                if column != KEY_COLUMN and not any(map(_members_of([column]), seen)):
-                    raise missing_column(file.path, column, [*seen, KEY_COLUMN])
+            if lacking:
+                raise missing_column(file.path, lacking[0], [*list(seen)[:_SHOWN_COLUMNS], KEY_COLUMN])
         return BlockIndex.of(blocks)
 
     def stream(
@@ -123,12 +129,9 @@ class Sample:
     payload_bytes: int = 0
     """Of all wanted members."""
     too_large: bool = False
-    """Whether they are more than may be read; then there are no payloads."""
-
-    @property
-    def stop(self) -> int:
-        """Where the next sample begins."""
-        return max(member.stop for member in self.members.values())
+    """Whether they, or the members, are more than may be read; then there are no payloads."""
+    stop: int = 0
+    """Where the next sample begins."""
 
 
 def split_name(name: str) -> tuple[str, str] | None:
@@ -199,6 +202,11 @@ def _samples(
             elif current is not None:
                 skip -= 1
             current = Sample(key, member.start)
+        current.stop = member.stop
+        if len(current.members) == _MOST_MEMBERS:  # the others are passed over
+            current.too_large = True
+            current.payloads.clear()
+            continue
         current.members[extension] = member
         if not skip and wanted(extension):
             current.payload_bytes += member.size

@@ -26,6 +26,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from overlord.errors import Fenced, StoreError, Succeeded
 from overlord.stores.places import Place
 
@@ -229,9 +231,9 @@ def _newest(place: Place) -> tuple[int, list[tuple[str, Owner | None]]] | None:
 
 def _read(place: Place, name: str) -> Owner | None:
     try:
-        return Owner(**json.loads(place.read(name) or b""))
-    except (ValueError, TypeError):
-        return None  # torn by a crash: its process died before its claim was complete
+        return msgspec.json.decode(place.read(name) or b"", type=Owner)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None  # torn by a crash, before its claim was complete, or written by no service
 
 
 def _remove_older(place: Place, number: int) -> None:

@@ -5,16 +5,22 @@ Rules of this file:
 2. Labels are sources, roles and names of reports (a bounded number), never ranks or samples: thousands of ranks make
    no more series than one.
 3. The launching process answers, so that there is an answer also while the service is being started again.
-4. Only this host is answered, unless an address says otherwise.
+4. Only this host is answered, unless an address says otherwise. Every process of it may ask, and the launching process
+   often trains: connections are few and end in time, and however many ask, the service is asked a few times a second.
 """
 
 from __future__ import annotations
 
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from socketserver import ThreadingMixIn
 from types import MappingProxyType
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import start_http_server
+from prometheus_client import make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
@@ -22,6 +28,12 @@ from overlord.errors import OverlordError, SpecError
 
 LOOPBACK = "127.0.0.1"
 MOST_PORT = 65535
+MOST_CONNECTIONS = 16
+"""Further ones are closed at once."""
+REQUEST_S = 30.0
+"""How long a connection may last, with its answer."""
+ASK_EVERY_S = 0.2
+"""How old a status may be that is told again."""
 
 _OF_A_SOURCE: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -148,6 +160,8 @@ class _Service(Collector):
 
     def __init__(self) -> None:
         self.status: Callable[[], Mapping[str, Any]] | None = None
+        self._lock = threading.Lock()
+        self._asked: tuple[float, Callable[[], Mapping[str, Any]], Mapping[str, Any]] | None = None
 
     def describe(self) -> Iterable[Metric]:
         """Say nothing ahead: there may be no service yet."""
@@ -155,12 +169,62 @@ class _Service(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield what there is to tell."""
+        yield from metrics_of(self._found())
+
+    def _found(self) -> Mapping[str, Any]:
         lost: dict[str, Any] = {"service": {"state": "lost"}}
-        try:
-            found = lost if self.status is None else self.status()
-        except OverlordError:
-            found = lost  # a service that is gone is reported as such: alerts look at `overlord_up`
-        yield from metrics_of(found)
+        with self._lock:
+            status = self.status
+            if status is None:
+                return lost
+            if self._asked is None or self._asked[1] != status or time.monotonic() - self._asked[0] > ASK_EVERY_S:
+                try:
+                    found = status()
+                except OverlordError:
+                    found = lost  # a service that is gone is reported as such: alerts look at `overlord_up`
+                self._asked = time.monotonic(), status, found
+            return self._asked[2]
+
+
+class _Handler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:  # the name is that of the class above
+        """Log nothing."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """One thread for each of a few connections, which are ended when they take too long."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int) -> None:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family = found[0][0]
+        self._open: dict[socket.socket, float] = {}
+        super().__init__((host, port), _Handler)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Take a connection, unless there are many."""
+        if len(self._open) >= MOST_CONNECTIONS:
+            return False
+        self._open[request] = time.monotonic() + REQUEST_S
+        return True
+
+    def shutdown_request(self, request: Any) -> None:
+        """End a connection."""
+        self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """End what takes too long; called twice a second, and with every connection."""
+        now = time.monotonic()
+        for request in [one for one, until in list(self._open.items()) if until < now]:
+            try:
+                request.shutdown(socket.SHUT_RDWR)  # its thread then finds the end
+            except OSError:
+                pass  # it has just ended
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: the other side is gone, or sent no request."""
 
 
 class MetricsServer:
@@ -185,12 +249,15 @@ class MetricsServer:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self._service)
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            self._server = _Server(host, port)
         except OSError as error:
             raise SpecError(
                 f"launch: metrics is {address!r}, where no server can listen ({error.strerror or error}); no figures "
                 "could be asked for. Give another port, or 0 for a free one."
             ) from error
+        self._server.set_app(make_wsgi_app(registry))
+        self._thread = threading.Thread(target=self._server.serve_forever, name="overlord-metrics", daemon=True)
+        self._thread.start()
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._server.server_port}/metrics"
         """Where Prometheus asks."""
