@@ -170,10 +170,11 @@ def test_no_long_silence(monkeypatch):
     screen.err = Console(file=io.StringIO())
     with screen.progress() as tell:
         until = time.monotonic() + 10
-        while "starting" not in screen.err.file.getvalue():  # type: ignore[attr-defined]
+        while " s so far)" not in screen.err.file.getvalue():  # type: ignore[attr-defined]
             assert time.monotonic() < until
             time.sleep(0.01)
         tell("reading", 3, 10)
+        assert screen.err.file.getvalue().startswith("starting (")  # type: ignore[attr-defined]
         while "reading: 3 of 10" not in screen.err.file.getvalue():  # type: ignore[attr-defined]
             assert time.monotonic() < until
             time.sleep(0.01)

@@ -267,3 +267,14 @@ def test_a_damaged_answer_is_refused_or_stays_within_its_memory(data):
         except Garbled:
             return
     consumed(service.kept(found))
+
+
+def test_a_late_call_says_when_its_process_only_waits_for_a_core(monkeypatch):
+    """On a host whose cores are full "it is running" would be read as a process that is stuck in a loop."""
+    told = iter([blame._Seen("R", 0.1, 0.0), blame._Seen("R", 0.2, 9.0)])
+    monkeypatch.setattr(blame, "_look_at", lambda pid: next(told))
+    clock = blame.CallClock(1, blame.CallLimits(), "starts up")
+    clock.tick()
+    assert str(clock).endswith("while it starts up; it is running")
+    clock.tick()
+    assert str(clock).endswith("while it starts up; it waits for a free CPU")

@@ -111,7 +111,8 @@ class _Bars:
 class _Lines:
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._next_s = time.monotonic() + _QUIET_S
+        self._since_s = time.monotonic()
+        self._next_s = self._since_s + _QUIET_S
         self._ended: set[str] = set()
         self._lock = threading.Lock()
         self._newest = "starting"
@@ -131,14 +132,16 @@ class _Lines:
                 late = time.monotonic() >= self._next_s
                 if late:
                     self._next_s = time.monotonic() + _LINE_EVERY_S
-                    said = self._newest
+                    said = f"{self._newest} ({time.monotonic() - self._since_s:.0f} s so far)"
             if late:
                 self._console.print(said, markup=False, soft_wrap=True)
 
     def __call__(self, what: str, done: int, of: int) -> None:
         with self._lock:
             now = time.monotonic()
-            line = self._newest = f"{what}: {done:,} of {of:,}" if of > 1 else what
+            line = f"{what}: {done:,} of {of:,}" if of > 1 else what
+            if line != self._newest:
+                self._newest, self._since_s = line, now
             ends = done >= of and what not in self._ended
             if not ends and now < self._next_s:
                 return

@@ -69,8 +69,12 @@ def nearest(word: object, known: Iterable[str]) -> str | None:
     words = list(known)
     # The beginning of a long word is less alike to it, letter by letter, than a misspelt one.
     longer = [one for one in words if word and one.startswith(str(word))]
-    near = longer if len(longer) == 1 else difflib.get_close_matches(str(word), words, n=1, cutoff=0.6)
-    return near[0] if near else None
+    near = longer if len(longer) == 1 else difflib.get_close_matches(str(word), words, n=3, cutoff=0.6)
+
+    def likeness(one: str) -> tuple[float, bool]:  # equally like: the one that begins as the wrong one does
+        return difflib.SequenceMatcher(None, one, str(word)).ratio(), one[:1] == str(word)[:1]
+
+    return max(near, key=likeness, default=None)
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
@@ -79,6 +83,8 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     Example:
         >>> did_you_mean("shufle_bytes", ["shuffle_bytes", "tolerance"])
         " Did you mean 'shuffle_bytes'?"
+        >>> did_you_mean("dpp", ["pp", "dp", "cp"])
+        " Did you mean 'dp'?"
     """
     near = nearest(word, known)
     return "" if near is None else f" Did you mean {near!r}?"

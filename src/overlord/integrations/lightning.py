@@ -23,8 +23,9 @@ class OverlordDataModule(LightningDataModule):  # type: ignore[misc]
         Microbatches, with automatic optimization::
 
             data = OverlordDataModule("job.yaml", microbatches=4)
-            trainer = Trainer(accumulate_grad_batches=4, max_steps=1000)
-            trainer.fit(module, datamodule=data)
+            saving = ModelCheckpoint("checkpoints", every_n_train_steps=100, save_last=True)
+            trainer = Trainer(accumulate_grad_batches=4, max_steps=1000, callbacks=[saving])
+            trainer.fit(module, datamodule=data, ckpt_path="last")
     """
 
     def __init__(self, job: Job | str | os.PathLike[str], *, microbatches: int | None = None, **options: Any) -> None:

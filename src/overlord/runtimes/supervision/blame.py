@@ -219,6 +219,7 @@ class CallClock:
         self._what = what
         self._seen: _Seen | None = None
         self._elapsed = self._cpu = self._idle = self._stopped = 0.0
+        self._ran_last = self._queued_last = 0.0
         self._asked = time.monotonic()
         self._warn_at = WARN_S
 
@@ -249,6 +250,7 @@ class CallClock:
         ran = queued = 0.0
         if before is not None and seen is not None:
             ran, queued = seen.cpu_s - before.cpu_s, seen.queued_s - before.queued_s
+            self._ran_last, self._queued_last = ran, queued
             self._idle = 0.0 if ran else self._idle + max(self.tick_s - queued, 0.0)
         self._elapsed += max(self.tick_s - queued, 0.0)
         self._cpu += ran
@@ -271,10 +273,12 @@ class CallClock:
         return time.monotonic() - self._asked
 
     def __str__(self) -> str:
-        return (
-            f"process {self._pid} has not answered for {self.waited_s:.0f} s while it {self._what}; "
-            f"{_state(self._seen)}"
-        )
+        return f"process {self._pid} has not answered for {self.waited_s:.0f} s while it {self._what}; {self._state()}"
+
+    def _state(self) -> str:
+        if self._seen is not None and self._seen.state == "R" and self._queued_last > self._ran_last:
+            return "it waits for a free CPU"
+        return _state(self._seen)
 
 
 def _state(seen: _Seen | None) -> str:

@@ -372,7 +372,8 @@ class ForkServer:
         assert self._control is not None and self._process is not None
         within_s = within_s or (self._limits.fork if self._answers else self._limits.fork_first)
         limits = CallLimits(elapsed_s=within_s, stopped_s=min(within_s, self._limits.stopped_silence))
-        clock = CallClock(self._process.pid, limits, "forks or ends a process")
+        what = "starts or ends a worker" if self._answers else "starts up, to start workers"
+        clock = CallClock(self._process.pid, limits, what)
         try:
             self._control.settimeout(clock.tick_s)
             send_message(self._control, message, fds, clock.tick)
