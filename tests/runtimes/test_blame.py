@@ -108,6 +108,49 @@ def test_workers_that_are_always_killed_end_in_an_error_that_says_so(monkeypatch
         pool.isolate(die, name="die", deadline=None)({"n": np.arange(4)})
 
 
+def test_workers_that_are_killed_as_they_start_are_replaced_as_often_as_it_takes(monkeypatch):
+    """A kill hits any moment, also between a fork and the first message; that is no error of the function."""
+    with ProcessWorkers(1) as pool:
+        fork, killed = pool._server.fork, []
+
+        def fork_and_kill():
+            child = fork()
+            if len(killed) < 8:
+                killed.append(child.pid)
+                os.kill(child.pid, signal.SIGKILL)
+                while child.alive:
+                    time.sleep(0.001)
+            return child
+
+        monkeypatch.setattr(pool._server, "fork", fork_and_kill)
+        made, lost = pool.isolate(lambda rows: {"n": rows["n"] * 2}, name="double", deadline=None)({"n": np.arange(4)})
+    assert len(killed) == 8 and lost == [] and numbers(made) == [0, 2, 4, 6]
+
+
+def test_a_kill_between_rows_is_no_error_and_a_crash_there_is_one(tmp_path):
+    """Where every row was given up, the function still runs over none of them, for its columns."""
+
+    def deadly(rows):
+        if len(rows["n"]) > 0:
+            os._exit(3)
+        if crashes:
+            os._exit(4)
+        (tmp_path / str(os.getpid())).touch()
+        if len(list(tmp_path.iterdir())) < 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"n": rows["n"] * 2}
+
+    crashes = False
+    with ProcessWorkers(1) as pool:
+        made, given_up = pool.isolate(deadly, name="deadly", deadline=None)({"n": np.arange(2)})
+        assert [row for row, _ in given_up] == [0, 1] and numbers(made) == []
+        assert len(list(tmp_path.iterdir())) == 6
+        crashes = True
+        for count in (2, 0):
+            with pytest.raises(ol.OverlordError, match=r"deadly: 3 worker processes were lost without a row .*code 4"):
+                pool.isolate(deadly, name="deadly", deadline=None)({"n": np.arange(count)})
+
+
 class _Limited:
     """A function of the pool that uses more memory than its control group allows, for one row."""
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -15,7 +16,7 @@ import pytest
 from overlord.errors import ServiceLost
 from overlord.job.layout_specs import DEFAULT_HEARTBEAT_S
 from overlord.runtimes.supervision.child import LIMITS, Backoff, Limits, Liveness, Restarts, usable_cpus
-from overlord.runtimes.supervision.fork_server import ForkServer
+from overlord.runtimes.supervision.fork_server import ForkServer, _Template
 
 
 def serve(connection: socket.socket) -> None:
@@ -208,3 +209,42 @@ def test_a_server_is_forked_from_the_template_and_started_where_that_is_lost():
     assert not psutil.wait_procs([third, last], 10)[1]
     process.stdin.close()
     process.stdout.close()
+
+
+def test_two_servers_that_find_the_template_lost_at_once_both_go_on():
+    """Its end is noticed once: the second one must not signal or collect a process that is gone."""
+    gone = os.posix_spawn(sys.executable, [sys.executable, "-c", ""], dict(os.environ))
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    template, found = _Template(gone, ours), []
+
+    class Slow:
+        """A lock whose next owner is faster than the last one."""
+
+        lock = threading.Lock()
+
+        def __enter__(self):
+            self.lock.acquire()
+
+        def __exit__(self, *_):
+            self.lock.release()
+            time.sleep(0.3)
+
+    template._lock = Slow()
+
+    def start():
+        control, other = socket.socketpair()
+        with control, other:
+            try:
+                found.append(template.start("overlord", control, ()))
+            except BaseException as error:
+                found.append(error)
+
+    threads = [threading.Thread(target=start) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ours.close()
+    assert found == [None, None]
+    assert not psutil.pid_exists(gone), "and its exit was collected"

@@ -20,11 +20,13 @@ from overlord.core.order import BEGIN
 from overlord.core.samples import Cursor, Part
 from overlord.errors import OverlordError
 from overlord.roles.poisoned_rows import PoisonedRows
+from overlord.roles.source_loader import SourceLoader
 from overlord.runtimes.hosts.loader_fleet import LoaderFleet, make_fleet
 from overlord.runtimes.hosts.prefetch import POOL_READS, Executors, SourceWorkers, ThreadPriorityExecutor, ThreadWorkers
 from overlord.runtimes.hosts.step_server import Checked, StepServer
 from overlord.runtimes.launching.deployment import open_files, prepare
 from overlord.runtimes.launching.service_options import ServiceOptions
+from overlord.runtimes.supervision import blame
 from overlord.stores.journal import Journal
 from overlord.stores.places import open_place
 
@@ -93,6 +95,29 @@ def test_as_many_work_at_once_as_there_are_and_the_samples_are_the_same(
     assert slow.most == workers
     alone = walk(fleet_of(tmp_path, Slow(0.0), Executors.of_caller(), 1), 400)
     assert found.tobytes() == alone.tobytes()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_source_whose_storage_does_not_answer_is_named(tmp_path: Path, executors, monkeypatch, workers: int) -> None:
+    """Also where no process of its own reads it, as with JSON lines and a few threads."""
+    monkeypatch.setattr(blame, "LATE_S", 0.2)
+    answers, read, found = threading.Event(), SourceLoader.read, []
+
+    def hang(*given):
+        answers.wait(60)
+        return read(*given)
+
+    monkeypatch.setattr(SourceLoader, "read", hang)
+    fleet = fleet_of(tmp_path, Slow(0.0), executors, workers)
+    planner = threading.Thread(target=lambda: found.append(walk(fleet, 400)))
+    planner.start()
+    until = time.monotonic() + 30
+    while not (told := blame.late_calls()) and time.monotonic() < until:
+        time.sleep(0.01)
+    answers.set()
+    planner.join(60)
+    assert len(told) == 1 and "rows of source 'a' have been read for 0 s: its storage is slow" in told[0]
+    assert len(found[0]) == 400 and blame.late_calls() == []
 
 
 def test_workers_come_and_go_while_rows_are_asked_for(tmp_path: Path, executors) -> None:

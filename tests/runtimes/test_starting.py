@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 
@@ -12,7 +13,9 @@ import pytest
 from tests.conftest import write_ids
 
 import overlord as ol
+from overlord.errors import ServiceLost
 from overlord.runtimes import client_feed
+from overlord.runtimes.transport.listener import CONTROL
 
 
 def until(holds, seconds: float = 90.0) -> bool:
@@ -75,3 +78,20 @@ def test_a_client_is_told_what_a_service_that_starts_again_does(impatient, ids_j
     told = [one.getMessage() for one in impatient.records if "waits for the service" in one.getMessage()]
     assert any("it is being started again (its process loads what it needs)" in one for one in told), told
     assert not any("it is starting" in one for one in told)
+
+
+def test_a_rank_that_attaches_waits_for_a_service_that_is_being_started_however_long(impatient, tmp_path):
+    """Trainers that were lost together with their service come back first, and its start may take minutes."""
+    with socket.socket(socket.AF_UNIX) as killed:  # one that was killed leaves its socket
+        killed.bind(str(tmp_path / CONTROL))
+    began = time.monotonic()
+    with pytest.raises(ServiceLost, match="no service answers"):
+        ol.connect(f"unix://{tmp_path}", 0, step=2)
+    assert time.monotonic() - began > client_feed.FIRST_ATTACH_S
+    client_feed.write_start(tmp_path, "opening sources, 120 of 306", again=True)
+    over = threading.Timer(3.0, client_feed.write_failure, (tmp_path, ServiceLost("it died six times")))
+    over.start()
+    with pytest.raises(ServiceLost, match="it died six times"):
+        ol.connect(f"unix://{tmp_path}", 0, step=2)
+    over.join()
+    assert "it is being started again (opening sources, 120 of 306)" in impatient.text

@@ -73,6 +73,8 @@ class Barrier:
         self._returns = returns
         self._what = what
         self._began = self._seen = time.monotonic()
+        self.away_since = self._began
+        """Since when the service neither answers nor is known to start."""
         self._warn_at = self._began + FIRST_WARNING_S
         self._pause_s = PAUSES_S[0]
 
@@ -108,6 +110,7 @@ class Barrier:
 
     def is_up(self) -> None:
         """Note that the service lives, and has not answered so far."""
+        self.away_since = time.monotonic()
         does = "it is up, and busy with something else"
         self._warn(what_it_does(self._folder) or f"{does}; `overlord top {self._address}` says what it waits for")
 
@@ -183,7 +186,7 @@ SILENCE_S = 5.0
 BEAT_S = 10.0
 """How long a living service may take to say so."""
 FIRST_ATTACH_S = 60.0
-"""How long a client that attaches for the first time waits for a service that is just being started again."""
+"""How long a client that attaches for the first time waits for a service of which nothing says that it is starting."""
 JOIN_S = 120.0
 """How long a rank that goes back waits for the others to come back too."""
 WARN_S = 5.0
@@ -603,7 +606,9 @@ class LocalFeed:
             except (OSError, ServiceLost) as error:
                 # Where there is no socket the address is wrong; where there is one without an answer, it is not.
                 there = reached or isinstance(error.__cause__, ConnectionRefusedError)
-                if not there or barrier.waited_s > FIRST_ATTACH_S:
+                if what_it_does(self._folder) is not None:  # its launcher is starting it, however long that takes
+                    barrier.away_since = time.monotonic()
+                if not there or time.monotonic() - barrier.away_since > FIRST_ATTACH_S:
                     raise
                 barrier.wait(error)
 

@@ -26,6 +26,7 @@ from overlord.core.order import BEGIN, NO_GROUP, Group, SourceOrder
 from overlord.core.samples import WHOLE, Cursor, Part
 from overlord.errors import ReaderError, SourceError
 from overlord.roles.source_loader import AHEAD_BYTES, LoaderCounters, SourceLoader, Staged, rows_at_once
+from overlord.runtimes.supervision.blame import noted_read
 from overlord.runtimes.supervision.work_clock import Spent, WorkClock, note_help
 from overlord.scaling.profiles import AHEAD
 from overlord.transforms.samples.per_sample import Workers
@@ -646,9 +647,10 @@ class PrefetchPool:
         """Read and measure stretches, and keep them."""
         clock, unread = WorkClock(), True
         try:
-            stretches = self.loader.read(
-                [(Cursor(*task.key, task.begin), task.group, task.stop - task.begin) for task in tasks]
-            )
+            with noted_read(self.loader.name):
+                stretches = self.loader.read(
+                    [(Cursor(*task.key, task.begin), task.group, task.stop - task.begin) for task in tasks]
+                )
             with self._changed:
                 unread = False
                 self._reading.difference_update(task.key for task in tasks)

@@ -19,6 +19,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import math
@@ -26,6 +27,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -221,6 +223,7 @@ class CallClock:
         self._elapsed = self._cpu = self._idle = self._stopped = 0.0
         self._ran_last = self._queued_last = 0.0
         self._asked = time.monotonic()
+        self.thread = threading.get_ident()
         self._warn_at = WARN_S
 
     def tick(self, *, first: bool = True) -> None:
@@ -289,10 +292,37 @@ _late: dict[CallClock, None] = {}
 """The calls of this process that are not answered and were looked at."""
 
 
+_reads: dict[int, tuple[float, str]] = {}
+"""Since when a thread of this process reads a source, and which."""
+
+
+@contextlib.contextmanager
+def noted_read(source: str) -> Iterator[None]:
+    """Note that the calling thread reads a source: what it reads itself may wait for storage without any child."""
+    me = threading.get_ident()
+    _reads[me] = time.monotonic(), source
+    try:
+        yield
+    finally:
+        del _reads[me]
+
+
 def late_calls() -> list[str]:
-    """Return what the calls of this process that have not been answered for some seconds wait for, longest first."""
+    """Return what has kept this process waiting for some seconds, longest first: its children, or storage."""
     late = [clock for clock in list(_late) if clock.waited_s >= LATE_S]
-    return [str(clock) for clock in sorted(late, key=lambda clock: -clock.waited_s)]
+    told = [(clock.waited_s, str(clock)) for clock in late]
+    named = {clock.thread for clock in late}  # a read that waits for a reader process is told once
+    sources: dict[str, float] = {}
+    for thread, (began, source) in list(_reads.items()):
+        waited_s = time.monotonic() - began
+        if thread not in named and waited_s >= LATE_S:
+            sources[source] = max(waited_s, sources.get(source, 0.0))
+    told += [(waited_s, _slow_read(source, waited_s)) for source, waited_s in sources.items()]
+    return [text for _, text in sorted(told, reverse=True)]
+
+
+def _slow_read(source: str, waited_s: float) -> str:
+    return f"rows of source {source!r} have been read for {waited_s:.0f} s: its storage is slow, or does not answer"
 
 
 # --------------------------------------------------------------------------------------------------------------

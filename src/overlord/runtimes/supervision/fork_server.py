@@ -434,26 +434,33 @@ class _Template:
         line, ours = os.pipe()
         try:
             with self._lock:
-                if self._lost:
-                    return None
-                send_message(self._control, ForkServerFor(module, tuple(preloads)), [control.fileno(), line])
-                answer: ForkAnswer = receive_message(self._control)[0]
-            if answer.error is None:
+                answer = self._ask(ForkServerFor(module, tuple(preloads)), [control.fileno(), line])
+            if answer is not None and answer.error is None:
                 with contextlib.suppress(OSError):  # it is gone
                     signal_at_end(line, signal.SIGKILL, -answer.pid)  # also while it does not run yet
                 server = _ForkedServer(answer.pid, ours)
                 ours = -1
                 return server
-        except ServiceLost:
-            self._lost = True
-            # One that only hangs would fork the server later, beside the one that is started instead of it.
-            os.kill(self._pid, signal.SIGKILL)
-            os.waitpid(self._pid, 0)
         finally:
             os.close(line)
             if ours >= 0:
                 os.close(ours)
         return None
+
+    def _ask(self, message: Message, fds: Sequence[int]) -> ForkAnswer | None:
+        """Ask the template, with the lock held; None where it is gone."""
+        if self._lost:
+            return None
+        try:
+            send_message(self._control, message, fds)
+            answer: ForkAnswer = receive_message(self._control)[0]
+            return answer
+        except ServiceLost:
+            self._lost = True
+            # One that only hangs would fork the server later, beside the one that is started instead of it.
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+            return None
 
 
 _template: _Template | None = None

@@ -143,6 +143,10 @@ T = TypeVar("T")
 class _WorkerLost(Exception):
     """A worker was lost before it ran a row, or could not be started; the text says how."""
 
+    def __init__(self, how: str, blame: Blame = Blame.ITSELF) -> None:
+        super().__init__(how)
+        self.blame = blame
+
 
 class _Worker:
     """A worker process, and what it was sent."""
@@ -164,7 +168,7 @@ class _Worker:
         """Open the other lines.
 
         Raises:
-            ServiceLost: when it has ended.
+            ChildLost: when it has ended.
         """
         try:
             for _ in range(LINES - 1):
@@ -172,6 +176,10 @@ class _Worker:
                 self.lines.append(_Line(self, ours))
                 with theirs:
                     send_message(self.child.connection, ServeCaller(), [theirs.fileno()])
+        except ServiceLost:
+            self.child.end()  # how it ended says whose fault that was
+            self.close()
+            raise self.child.loss from None
         except BaseException:
             self.close()
             raise
@@ -490,6 +498,8 @@ class ProcessWorkers:
             return line
         except ServiceLost as error:
             raise _WorkerLost(str(error)) from None
+        except ChildLost as loss:
+            raise _WorkerLost(str(loss), loss.blame) from None
         finally:
             with self._changed:
                 self._starting -= 1
@@ -619,7 +629,7 @@ class Isolated:
         made = [part for parts, _ in done for part in parts]
         if not made:
             nothing = _Given(rows, given).cut(0, 0)  # every row was poisoned; the columns are still asked for
-            made = self._pool.each(lambda rows: self._try(rows, []), [nothing], run_s)
+            made = self._pool.each(self._run_none, [nothing], run_s)
         return concat_rows(made), [one for _, poisoned in done for one in poisoned]
 
     @contextlib.contextmanager
@@ -647,6 +657,8 @@ class Isolated:
 
     def _run(self, given: _Given, start: int, stop: int, spent: list[Spent]) -> tuple[list[RowBatch], Poisoned]:
         """Run some rows together; if that costs a worker, in parts."""
+        if stop == start:
+            return [self._run_none(given)], []
         if stop - start == 1 and self._timed:
             return self._run_one(given, start, spent)
         try:
@@ -657,8 +669,6 @@ class Isolated:
             logger.warning(
                 "%s: a worker was lost with %d rows (%s); they run again %s", self._name, stop - start, loss, how
             )
-        if stop - start == 0:
-            return self._run(given, start, stop, spent)
         if stop - start == 1:
             return self._run_one(given, start, spent)
         if innocent:
@@ -667,6 +677,25 @@ class Isolated:
         else:
             done = [self._run_one(given, row, spent) for row in range(start, stop)]
         return [part for parts, _ in done for part in parts], [one for _, poisoned in done for one in poisoned]
+
+    def _run_none(self, none: _Given) -> RowBatch:
+        """Run the function over no row, for its columns; workers that are lost meanwhile are replaced (rules 3 and 6).
+
+        Raises:
+            OverlordError: when it ends its workers.
+        """
+        faults = 0
+        while True:
+            try:
+                return self._try(none, [], alone=faults > 0)
+            except ChildLost as loss:
+                faults += not self._is_innocent(loss)
+                if faults == TRIES:
+                    raise OverlordError(
+                        f"{self._name}: {TRIES} worker processes were lost without a row ({loss}); no sample could be "
+                        "made. The function must take a batch of no rows, and give its columns."
+                    ) from None
+                logger.warning("%s: a worker was lost without a row (%s); another is started", self._name, loss)
 
     def _run_one(self, given: _Given, row: int, spent: list[Spent]) -> tuple[list[RowBatch], Poisoned]:
         """Run one row alone, until it is done or has ended two workers by its own fault (rules 2 to 4)."""
@@ -761,7 +790,7 @@ class Isolated:
                 return made
             except _WorkerLost as loss:
                 self._pool.check_open()
-                tries += 1
+                tries += loss.blame is Blame.ITSELF
                 if tries == TRIES:
                     raise OverlordError(
                         f"{self._name}: {TRIES} worker processes were lost before they ran a row ({loss}); no "
