@@ -203,6 +203,24 @@ def test_a_head_without_end_is_refused(port):
     assert ask(port, "/now")[0] == 200
 
 
+def test_a_connection_whose_answers_are_not_read_is_ended(port, monkeypatch):
+    monkeypatch.setattr(serving_page, "STUCK_S", 0.5)
+    asked, size = 400, len(ask(port, "/page/page.js")[1])
+    assert asked * size > 8 << 20  # more than the kernel takes
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(30)
+        connection.connect((LOOPBACK, port))
+        connection.sendall(b"GET /page/page.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * asked)
+        time.sleep(3)
+        got = 0
+        with contextlib.suppress(ConnectionResetError):
+            while part := connection.recv(1 << 20):
+                got += len(part)
+    assert got < asked * size
+    assert ask(port, "/now")[0] == 200
+
+
 EVIL = """<!doctype html><title>evil</title><script>
 const target = "TARGET", body = '{"change": "skip_steps", "value": 9}', log = [];
 const read = what => log.push("read " + what), failed = () => 0;

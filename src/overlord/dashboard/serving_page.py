@@ -71,7 +71,7 @@ MOST_STREAMS = 32
 STREAM_S = 3600.0
 """How long one stream of events lasts; a browser then opens the next one by itself."""
 STUCK_S = 60.0
-"""How much longer a stream may take whose reader does not read."""
+"""How long a connection may take whose other side does not read; also how much longer a stream may."""
 MOST_BODY = 1 << 16
 """Bytes of a change."""
 HEAD_S = 10.0
@@ -344,9 +344,10 @@ def _refusal(code: int, why: str) -> Response:
 
 
 class _Protocol(H11Protocol):
-    """HTTP over one connection, which is closed when the head of a request does not come in time."""
+    """HTTP over one connection. It ends where the head of a request does not come in time, or an answer is not read."""
 
     _closes: asyncio.TimerHandle | None = None
+    _aborts: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -358,8 +359,18 @@ class _Protocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self._closes is not None:
-            self._closes.cancel()
+        for timer in (self._closes, self._aborts):
+            if timer is not None:
+                timer.cancel()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._aborts = self.loop.call_later(STUCK_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._aborts is not None:
+            self._aborts.cancel()
 
     def _limit_head(self) -> None:
         """Begin to count when a request may come, and stop when one is being answered."""
