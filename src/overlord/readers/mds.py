@@ -57,8 +57,9 @@ from overlord.readers.reader import (
 _HEAD_BYTES = 4 << 20
 """The head of a shard, whose rows decide the kinds of its columns, at most."""
 _CONFIG_BYTES = 1 << 20
-_INDEX_BYTES = 256 << 20
 """The JSON object of a shard, at most."""
+_INDEX_BYTES = 256 << 20
+"""The index.json beside shards, at most."""
 _ARRAY_TYPES = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
     64: "uint64", 65: "int64", 66: "float64",
