@@ -238,7 +238,7 @@ def test_a_hostile_description_is_refused_before_it_takes_memory(texts: dict[str
 
 
 @pytest.mark.parametrize(
-    "value", ["1:" * 400 + "1.5", "!!int ''", "!!float ''", "!!timestamp x", "!!bool x", "2001-9-99"]
+    "value", ["1:" * 400 + "1.5", "!!int ''", "!!float ''", "!!timestamp x", "!!bool x", "2001-99-99"]
 )
 def test_a_value_that_does_not_fit_its_tag_is_an_error_in_words(value: str):
     card = card_of(f"x: {value}\nconfigs: [{{config_name: a, data_files: x}}]")

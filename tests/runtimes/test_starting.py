@@ -15,7 +15,6 @@ from tests.conftest import write_ids
 import overlord as ol
 from overlord.errors import ServiceLost
 from overlord.runtimes import client_feed
-from overlord.runtimes.transport.listener import CONTROL
 
 
 def until(holds, seconds: float = 90.0) -> bool:
@@ -83,7 +82,7 @@ def test_a_client_is_told_what_a_service_that_starts_again_does(impatient, ids_j
 def test_a_rank_that_attaches_waits_for_a_service_that_is_being_started_however_long(impatient, tmp_path):
     """Trainers that were lost together with their service come back first, and its start may take minutes."""
     with socket.socket(socket.AF_UNIX) as killed:  # one that was killed leaves its socket
-        killed.bind(str(tmp_path / CONTROL))
+        killed.bind(str(tmp_path / "host-0-of-1"))
     began = time.monotonic()
     with pytest.raises(ServiceLost, match="no service answers"):
         ol.connect(f"unix://{tmp_path}", 0, step=2)
