@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -272,3 +274,25 @@ def test_lightning_resumes_exactly(job, cache, tmp_path, whole_steps, known):
     second = run_lightning(given, cache, tmp_path / "parts", 6, whole_steps=whole_steps, resume=saved)
     assert [ids for ids, _ in first + second] == [ids for ids, _ in whole]
     assert [loss for _, loss in first + second] == pytest.approx([loss for _, loss in whole], rel=1e-5)
+
+
+def test_lightning_finds_its_last_checkpoint_as_the_docs_have_it(job, cache, tmp_path):
+    """`ckpt_path="last"` begins anew, with a warning only, where no callback writes that file into a fixed folder."""
+    docs = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
+    saving = re.search(r"^\+saving = (ModelCheckpoint\(.*\))$", docs, re.MULTILINE)[1]
+
+    def fit(steps):
+        callback = eval(saving.replace('"checkpoints"', repr(str(tmp_path))).replace("=100", "=2"))
+        trainer = Trainer(
+            max_steps=steps, accumulate_grad_batches=MICROBATCHES, accelerator="cpu", logger=False,
+            callbacks=[callback], enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        )  # fmt: skip
+        module = Module(whole_steps=False)
+        data = OverlordDataModule(job, microbatches=MICROBATCHES, cache=cache, runtime="inline")
+        trainer.fit(module, datamodule=data, ckpt_path="last")
+        data.loader.close()
+        return [ids for ids, _ in module.seen]
+
+    first, second = fit(3), fit(5)  # the checkpoint is of step 2: what came after it is trained on again
+    assert len(first) == 3 * MICROBATCHES and len(second) == 3 * MICROBATCHES
+    assert second[:MICROBATCHES] == first[2 * MICROBATCHES :]
