@@ -146,7 +146,7 @@ def test_large_images_are_dropped_and_not_cut(tmp_path: Path, demo_files: DemoFi
     path = written(tmp_path, source, tokenizer=str(demo_files.tokenizer))
     found = json.loads(call("sources", "lint", path, "--json").stdout)
     (message,) = [one["message"].replace(NARROW_SPACE, " ") for one in found["findings"]]
-    assert message == "25 % of 40 rows have an image, clip or sound longer than context_length=64 and are dropped"
+    assert message == "25 % of 40 rows have an image, clip or sound longer than context_length: 64 and are dropped"
     ran = result_of("run", path, "--runtime", "inline", "--steps", 1)
     (one,) = ran["sources"]
     assert one["dropped"] > 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -131,3 +133,38 @@ def test_half_sent_messages_are_bounded_in_bytes_and_time(monkeypatch):
                 codec.receive_request(here)
     with codec._reading.room(2900):
         pass  # what was given up is given back
+
+
+FIRST_MESSAGES = """
+import os, random, sys, threading
+from overlord.core.client_messages import Labels, Views
+from overlord.runtimes.transport import codec
+
+sys.setswitchinterval(1e-6)
+frames = [codec.frame_of(Views(None, ("a", "b"), {}, [1, 2])), codec.frame_of(Labels([1], [(1, 2)], True))]
+for _ in range(150):
+    child = os.fork()
+    if child == 0:
+        together = threading.Barrier(4)
+
+        def receive():
+            together.wait()
+            for _ in range(random.randrange(3000)):
+                pass
+            for frame in frames:
+                codec._replies().message(frame)
+
+        threads = [threading.Thread(target=receive) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        os._exit(0)
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        sys.exit(1)
+"""
+
+
+def test_threads_that_receive_their_first_messages_at_once_do_not_end_the_process():
+    """Of such processes one in eight was ended by SIGSEGV; trainers have several threads that receive."""
+    subprocess.run([sys.executable, "-c", FIRST_MESSAGES], check=True)

@@ -349,3 +349,6 @@ _FORMS: dict[str, type[_Any]] = {
     "segment": _Segment, "report": _Report, "plan": _Plan, "verdict": _Verdict, "change": _Change, "rewind": _Rewind,
 }  # fmt: skip
 """What the fields of each kind of record must be, where they are there; changes are checked where they are read."""
+
+for _form in (_Any, *_FORMS.values()):
+    msgspec.json.Decoder(_form)  # at import, by one thread: see `codec.Decoder`

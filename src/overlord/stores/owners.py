@@ -67,6 +67,9 @@ class Owner:
     """Whether it closed the store itself."""
 
 
+_record_of = msgspec.json.Decoder(Owner).decode  # made once, at import: see `codec.Decoder`
+
+
 class Claim:
     """The ownership of a store by this process."""
 
@@ -231,7 +234,7 @@ def _newest(place: Place) -> tuple[int, list[tuple[str, Owner | None]]] | None:
 
 def _read(place: Place, name: str) -> Owner | None:
     try:
-        return msgspec.json.decode(place.read(name) or b"", type=Owner)
+        return _record_of(place.read(name) or b"")
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None  # torn by a crash, before its claim was complete, or written by no service
 

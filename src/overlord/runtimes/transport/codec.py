@@ -106,11 +106,19 @@ def frame_of(message: Any) -> Frame:
 
 
 class Decoder:
-    """Decodes messages of all kinds that are derived from the given one."""
+    """Decodes messages of all kinds that are derived from the given one.
+
+    Decoders are made one at a time. msgspec keeps what it knows of a class with the class, and publishes it before it
+    is complete: a second thread that makes a decoder for the same class meanwhile would use it, and end the process
+    with SIGSEGV at its first message.
+    """
+
+    _making = threading.Lock()
 
     def __init__(self, kind: type) -> None:
         leaves = tuple(_leaves(kind))
-        self._decoder: Any = msgspec.msgpack.Decoder(Union.__getitem__(leaves), dec_hook=_number_to_array)
+        with Decoder._making:
+            self._decoder: Any = msgspec.msgpack.Decoder(Union.__getitem__(leaves), dec_hook=_number_to_array)
 
     def message(self, frame: Frame) -> Any:
         """Decode a message; its arrays are those of the frame.
