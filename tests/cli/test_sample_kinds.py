@@ -302,6 +302,7 @@ def test_lengths_that_no_sidecar_can_hold_are_refused(job_file: Path, name: str,
     assert why in outcome.stderr and "a sidecar would never be read" in outcome.stderr
 
 
+@pytest.mark.slow
 def test_sidecars_of_sounds_and_clips_change_nothing(job: ol.Job, job_file: Path, tmp_path: Path) -> None:
     changed = [s.replace(lengths="sidecar") if s.name in ("clips", "sounds") else s for s in job.sources]
     path = tmp_path / "job.yaml"
@@ -313,6 +314,7 @@ def test_sidecars_of_sounds_and_clips_change_nothing(job: ol.Job, job_file: Path
     assert not any("wrong" in note for note in with_sidecar["notes"])
 
 
+@pytest.mark.slow
 def test_what_a_processor_folder_says_holds_for_every_command(job: ol.Job, tmp_path: Path) -> None:
     """Else a preview would show other tokens than a run, and a run would not find the sidecars."""
     tokenizer = Tokenizer.from_file(str(job.tokenizer))

@@ -121,6 +121,7 @@ def test_more_gpus_need_more_of_everything(told: dict[str, Any]) -> None:
         assert large[figure] > small[figure], figure
 
 
+@pytest.mark.slow
 def test_too_few_workers_make_trainers_wait(job_file: Path) -> None:
     # A GPU a thousand times as fast takes more than one worker can prepare.
     fast = ("--gpus", 64, "--global-samples", 64, "--gpu-speed", 1000, "--hours", 0.0001, "--cpus", 1)

@@ -160,6 +160,7 @@ def run_random(job, cache, expected, seeds):
         assert found == expected, f"seed {seed}: {script}"
 
 
+@pytest.mark.slow
 def test_random_hand_overs(job, cache, expected):
     run_random(job, cache, expected, range(8))
 

@@ -310,7 +310,7 @@ def test_random_plans_end_and_agree_whatever_the_speed_of_ranks(name, count, mos
         ("cp=4", {}, 10),
         ("dp=2,cp=3", {"blocks": "any"}, 0),  # rounds hardly ever need a dummy
         pytest.param("dp=4,cp=2", {"objective": "lockstep", "blocks": "any"}, 0, marks=pytest.mark.slow),
-        ("pp=2,dp=4,cp=2", {}, 0),
+        pytest.param("pp=2,dp=4,cp=2", {}, 0, marks=pytest.mark.slow),
         ("pp=2,dp=2,cp=2,vpp=2", {"objective": "sum"}, 10),
     ],
     ids=str,

@@ -30,7 +30,7 @@ def test_resumes_before_every_step(mixed_job, cache):
         pytest.param("sample", "never_exhausted", marks=pytest.mark.slow),
         pytest.param("token", "all_exhausted_without_replacement", marks=pytest.mark.slow),
         pytest.param("token", "all_exhausted", marks=pytest.mark.slow),
-        ("token", "never_exhausted"),
+        pytest.param("token", "never_exhausted", marks=pytest.mark.slow),
     ],
 )
 def test_resumes_before_every_step_of_a_finite_stream(ids_job, cache, stopping, level):

@@ -99,7 +99,7 @@ def test_every_piece_once_and_in_order(spread, level, granularity, tmp_path_fact
     check(*steps_of(job, cache), lengths)
 
 
-@pytest.mark.parametrize("level", ["token", "sample"])
+@pytest.mark.parametrize("level", [pytest.param("token", marks=pytest.mark.slow), "sample"])
 def test_resumes_in_the_middle_of_a_sample(tmp_path, cache, level):
     job = token_job(tmp_path, {"books": [1500, 300, 700], "web": [30] * 50}, level=level)
     assert_resumes_anywhere(job, steps=20, mesh=ol.ClientPlaceTree(dp=2), store=tmp_path / "store", cache=cache)

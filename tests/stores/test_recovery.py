@@ -279,6 +279,7 @@ def test_what_the_loaders_met_is_known_after_a_crash(cache, tmp_path, monkeypatc
     assert len(list((tmp_path / "store" / "lineage-0001").glob("loaders-*"))) == 1
 
 
+@pytest.mark.slow
 def test_the_store_stays_flat_and_snapshots_small(tmp_path, cache):
     path = write_ids(tmp_path / "a.jsonl", range(1, 9))
     job = ol.Job(
