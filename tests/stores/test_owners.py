@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -76,7 +77,8 @@ def test_a_dead_process_gives_its_store_up(place, tmp_path):
     assert claim(place, "b").number == 2
 
 
-def test_a_service_whose_launcher_is_gone_is_waited_for(place, tmp_path):
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_service_whose_launcher_is_gone_is_waited_for(place, tmp_path, stopped):
     script = (
         "import sys, time; from overlord.stores.owners import claim; from overlord.stores.places import open_place; "
     )
@@ -87,6 +89,8 @@ def test_a_service_whose_launcher_is_gone_is_waited_for(place, tmp_path):
     command = [sys.executable, "-c", script, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=variables) as service:
         service.stdout.readline()
+        if stopped:  # after its launcher had gone: the kernel does not let it go on again
+            service.send_signal(signal.SIGSTOP)
         assert claim(place, "b").number == 2
         assert service.wait() == 0
 

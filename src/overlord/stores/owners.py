@@ -11,6 +11,8 @@ Rules of this file:
    twice, the names of marks are unique.
 4. A service that is alive keeps its store. The same service may always take it over: that is how it recovers.
 5. A service whose launcher is gone ends by itself within seconds: a script that launches again at once waits for it.
+   One that was stopped (SIGSTOP) after its launcher had gone could not: it is continued, which changes nothing for any
+   other process.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ import json
 import logging
 import os
 import random
+import signal
 import socket
 import time
 import uuid
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -205,8 +207,20 @@ def _has_ended(owner: Owner) -> bool:
         if not warned and time.monotonic() > began + WARN_S:
             logger.warning("waiting for %s to end and leave its store: its launcher is gone", _shown(owner))
             warned = True
+        _continue(owner.pid)
         time.sleep(0.05)
     return not _is_alive(owner)
+
+
+def _continue(pid: int) -> None:
+    """Let an orphan and the orphans above it go on if they were stopped: a role ends when its service has ended."""
+    while pid > 1 and _is_orphan(pid):
+        try:
+            if _stat(pid)[0] == "T":
+                os.kill(pid, signal.SIGCONT)
+            pid = int(_stat(pid)[1])
+        except (OSError, IndexError, ValueError):  # it has just ended, or belongs to another user
+            return
 
 
 def _is_orphan(pid: int) -> bool:
@@ -282,7 +296,12 @@ def _started(pid: int) -> int | None:
     In ticks, as stores have it: psutil gives a time of day, which is another one after the clock was set.
     """
     try:
-        fields: list[Any] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = _stat(pid)
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _stat(pid: int) -> list[str]:
+    """Return what the kernel says about a process of this host: its state, its parent, and so on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
