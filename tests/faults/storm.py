@@ -354,12 +354,13 @@ class Storm:
         Raises:
             RunEnded: It does not recover, or does not end.
         """
+        while any(due[2] == signal.SIGKILL for due in self._due):  # what nothing watches over is still stopped
+            self.tend_for(0.1)
         self.wait_for_steps(2)
         self._await_page()
         furthest = max(record.next_step for record in self._records)
         _write(self._folder / "last-step", str(furthest + 5))  # a step that none has come to: all ranks end together
         assert self._launcher is not None and self._launcher.stdin is not None
-        self._due = [due for due in self._due if due[2] == signal.SIGCONT]
         for process in (*self._trainers, self._launcher):
             if process is self._launcher:
                 self._launcher.stdin.close()
