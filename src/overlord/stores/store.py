@@ -33,7 +33,8 @@ from overlord.stores.places import Place
 VERSION = 1
 KEPT_LINEAGES = 4
 CLOSED = "closed"
-"""The kind of the record that ends the journal of a store that was closed: no plan record is missing."""
+"""The kind of the record that ends the journal of a store that was closed: no plan record of the process that closed it
+is missing. Its step is the last that trainers of an earlier incarnation may have come to, -1 where there was none."""
 _JOB = "job.yaml"
 _COPIED = ("snapshot-", "journal-", "loaders-", "history-")
 _BESIDE = {"loaders": 2, "history": 1}
@@ -255,7 +256,7 @@ class Store:
         self.horizon = 0
         """Steps before this one may have been handed out: a recovered stream must repeat them unchanged."""
         self._inherited = -1
-        """The horizon of the incarnation that this one goes on after; -1 where there was none."""
+        """The last step that trainers of an earlier incarnation may have come to; -1 where there was none."""
         self.journal = Journal(place, self._claim.check)
         """Where inputs and plan records go."""
 
