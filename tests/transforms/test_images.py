@@ -20,7 +20,7 @@ from overlord.core.ragged import BAD_COLUMN, Ragged, RowBatch, offsets_of
 from overlord.core.samples import BAD
 from overlord.errors import SpecError
 from overlord.job.sample_specs import Augment, ImageText, Interleaved, any_resize, image_grid, smart_resize
-from overlord.transforms.samples import images
+from overlord.transforms.samples import images, rgb
 from overlord.transforms.samples.images import (
     ImageDecoder,
     ImageTextTransform,
@@ -469,7 +469,7 @@ def test_whatever_a_decoder_raises_is_a_fault(error: type[Exception], monkeypatc
 
     monkeypatch.setattr(Image.Image, "convert", fail)
     with pytest.raises(MediaFault, match="does not decode"):
-        decode_image(ENCODED["png"]())
+        decode_image(ENCODED["webp"]())
 
 
 def test_memory_is_a_fault_only_while_the_host_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,10 +478,10 @@ def test_memory_is_a_fault_only_while_the_host_has_some(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Image.Image, "convert", fail)
     with pytest.raises(MediaFault, match="more memory"):
-        decode_image(ENCODED["png"]())
+        decode_image(ENCODED["webp"]())
     monkeypatch.setattr(np, "empty", fail)
     with pytest.raises(MemoryError):
-        decode_image(ENCODED["png"]())
+        decode_image(ENCODED["webp"]())
 
 
 # -- turned as EXIF says -------------------------------------------------------------------------
@@ -599,5 +599,5 @@ def test_transparent_images_are_composited_on_white_as_pillow_does(mode):
     with Image.open(io.BytesIO(saved(image, "TIFF" if mode == "PA" else "PNG", **options))) as stored:
         white = Image.new("RGBA", stored.size, (255, 255, 255, 255))
         expected = np.asarray(Image.alpha_composite(white, stored.convert("RGBA")).convert("RGB"))
-        found = images._on_white(stored)
+        found = rgb._on_white(stored)
     assert np.array_equal(found, expected)

@@ -40,6 +40,7 @@ from overlord.transforms.samples.per_sample import (
     Finished,
     Measured,
     MediaFault,
+    ViewedFile,
     Workers,
     decoder_faults,
     finish_tokens,
@@ -49,6 +50,7 @@ from overlord.transforms.samples.per_sample import (
     read_headers,
 )
 from overlord.transforms.samples.resize import resize, words
+from overlord.transforms.samples.rgb import rgb_pixels, warm_rgb
 from overlord.transforms.samples.text import ItemThenText, ItemTokens
 from overlord.transforms.samples.tokenize import TextTokenizer, decode_texts
 
@@ -65,6 +67,7 @@ MAX_PIXELS = 1 << 26
 """An image with more pixels in its header is treated as a decompression bomb and never decoded."""
 
 _JPEG = b"\xff\xd8"
+_PNG = b"\x89PNG\r\n\x1a\n"
 _ALIKE = ("YCbCr", "Gray", "RGB")
 """Colour spaces that simplejpeg and Pillow convert to the same RGB; CMYK is left to Pillow."""
 _TURNS = {
@@ -169,7 +172,7 @@ def _decode_stored(data: bytes | memoryview, formats: Sequence[str], divisor: in
         with open_image(data, formats) as image:
             if divisor > 1:
                 image.draft("RGB", (width // divisor, height // divisor))
-            pixels = _on_white(image)
+            pixels = rgb_pixels(image, data)
     if pixels.ndim != 3 or pixels.shape[0] * pixels.shape[1] > MAX_PIXELS:
         raise MediaFault(f"decodes to {pixels.shape} pixels")  # another size than its header says
     return pixels
@@ -181,8 +184,10 @@ def open_image(data: bytes | memoryview, formats: Sequence[str]) -> Image.Image:
     Raises:
         MediaFault: when it has another format.
     """
+    # A PNG is not copied, which takes a hundred times as long as its header; the readers of others need more of a file.
+    file: Any = ViewedFile(data) if data[: len(_PNG)] == _PNG else io.BytesIO(data)
     try:
-        return Image.open(io.BytesIO(data), formats=tuple(formats))
+        return Image.open(file, formats=tuple(formats))
     except UnidentifiedImageError as error:
         raise MediaFault(
             f"the bytes are no image of an allowed format ({', '.join(formats)}, and the sample's extra_formats)"
@@ -204,38 +209,6 @@ def check_formats(spec: ImageSpec) -> None:
             f"extra_formats: Pillow has no format {unknown[0]!r} on this host, so its images would all be bad samples. "
             f"It has: {', '.join(sorted(set(Image.OPEN) - {'EPS'}))}."
         )
-
-
-def _on_white(image: Image.Image) -> UInt8s:
-    """Return RGB pixels, on white where the image is transparent: the same as by Pillow's `alpha_composite`."""
-    if "A" not in image.getbands() and image.info.get("transparency") is None:
-        return np.asarray(image.convert("RGB"))
-    if image.mode == "P":  # only its colours are composited
-        colours = image.resize((256, 1), Image.Resampling.NEAREST)
-        colours.putdata(range(256))
-        image.putpalette(_white_behind(np.asarray(colours.convert("RGBA"))).tobytes())
-        del image.info["transparency"]
-        return np.asarray(image.convert("RGB"))
-    return _white_behind(np.asarray(image if image.mode in ("RGBA", "LA") else image.convert("RGBA")))
-
-
-def _white_behind(pixels: UInt8s) -> UInt8s:
-    """Return RGB pixels of colours, or shades of grey, whose last channel says how opaque they are."""
-    out = np.empty((*pixels.shape[:2], 3), np.uint8)
-    _composite(np.array(pixels, order="C").reshape(-1, pixels.shape[2]), out.reshape(-1, 3))
-    return out
-
-
-@kernel
-def _composite(pixels: UInt8s, out: UInt8s) -> None:
-    # One pass: through Pillow it takes four, each over all pixels.
-    channels = pixels.shape[1] - 1
-    for at in range(len(pixels)):
-        alpha = np.int32(pixels[at, channels])
-        for colour in range(3):
-            value = np.int32(pixels[at, min(colour, channels - 1)])
-            blend = 128 * (value * alpha + 255 * (255 - alpha)) + 0x4000  # rounded as Pillow does
-            out[at, colour] = ((blend >> 8) + blend) >> 15
 
 
 def resize_image(image: UInt8s, height: int, width: int) -> UInt8s:
@@ -313,7 +286,7 @@ def warm_images() -> None:
     for side in (2, 9):  # small images have kernels of their own
         image = resize_image(np.zeros((side, side, 3), np.uint8), _LANES, _LANES)
     patchify_into(image, _LANES, 1, np.empty(3 * _LANES**2, np.uint8))
-    _white_behind(np.zeros((1, 1, 4), np.uint8))
+    warm_rgb()
 
 
 def normalize_patches(

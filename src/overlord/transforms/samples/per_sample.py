@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -119,6 +120,27 @@ def decoder_faults(what: str) -> Iterator[None]:
     except Exception as error:
         reason = getattr(error, "error_string", None) or getattr(error, "strerror", None) or error
         raise MediaFault(f"{what}: {str(reason) or type(error).__name__}") from error
+
+
+class ViewedFile:
+    """Bytes in memory as a file that copies none of them until they are read, as BytesIO does with a view."""
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._data = memoryview(data)
+        self._at = 0
+
+    def read(self, count: int) -> bytes:
+        part = bytes(self._data[self._at : self._at + count])
+        self._at += len(part)
+        return part
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
 
 
 def media_library(name: str) -> Any:
