@@ -139,6 +139,25 @@ BENCHMARKS = (
         limit_of="loop_samples_per_s",
     ),
     Benchmark(
+        "pictures",
+        what="pictures as people have them (PNG, some with transparency or a palette, and JPEG; 256 to 1,600 pixels a "
+        "side), two cores: work of a `local` service in a second, where a second of Pillow for a picture is 1",
+        against="a loop of two threads with Pillow, bytes in memory; SPDL and Grain where `--peers` has them",
+        figure="ratio_to_pillow",
+        bar="bar",
+        at_least=True,
+        unit="×",
+        plot_title="Pictures as people have them, two cores",
+        plot_unit="seconds of Pillow in a second; line across the end: from the slowest to the fastest round",
+        plotted=(
+            ("overlord, the whole way", "overlord_work_per_s", "overlord_rounds"),
+            ("Pillow, two threads", "pillow_work_per_s", "pillow_rounds"),
+        ),
+        quick=("--seconds", "0.5", "--rounds", "1", "--distinct", "2"),
+        limit_of="pillow_work_per_s",
+        also=tuple(Bound(f"ratio_to_{peer}", "bar", at_least=True, unit="×") for peer in ("spdl", "grain")),
+    ),
+    Benchmark(
         "memory",
         what="memory (PSS) of one host: a service with 306 sources that are all drawn, its processes, four trainers",
         against="the bar; `all_mb_of_one_source` is the same with one source of text",
@@ -418,6 +437,32 @@ BENCHMARKS = (
         quick=("--quick",),
         limit_of="mb_64",
         also=(Bound("seconds_demo", "seconds_demo_bar", False, " s"),),
+    ),
+    Benchmark(
+        "remote",
+        what="texts and pictures from an object store that answers after 25 ms, samples or tokens a second; requests "
+        "before the first step, and of later epochs with room on disk for all and for half",
+        against="a service that reads the same files from the local disk, on the same cores; the figure is the lesser "
+        "of the two ratios",
+        figure="ratio",
+        bar="bar",
+        at_least=True,
+        unit="×",
+        plot_title="Feed from an object store",
+        plot_unit="times that from the local disk",
+        plotted=(
+            ("texts", "ratio_texts", ""),
+            ("pictures", "ratio_images", ""),
+            ("texts, 1 % of the requests fail", "ratio_faults", ""),
+        ),
+        quick=("--quick", "--seconds", "2", "--rounds", "1"),
+        also=(
+            Bound("ratio_faults", "faults_bar", True, "×"),
+            Bound("requests_a_source_8", "requests_bar", False, ""),
+            Bound("requests_a_source_306", "requests_bar", False, ""),
+            Bound("gets_all_kept", "none_bar", False, ""),
+            Bound("gets_half_kept", "half_bar", False, ""),
+        ),
     ),
     Benchmark(
         "checkpoints",

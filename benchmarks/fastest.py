@@ -38,9 +38,8 @@ DISTINCT, ROWS = 96, 1024
 PATCH, MOST_PIXELS = 14, 448 * 448
 
 
-def make_pictures() -> list[bytes]:
-    """Return JPEGs of many sizes."""
-    rng, side = np.random.default_rng(0), 2048
+def noise_of_photographs(rng: np.random.Generator, side: int) -> np.ndarray:
+    """Return a square of noise with the spectrum of photographs: uint8 [side, side, 3]."""
     frequency = np.hypot(np.fft.fftfreq(side)[:, None], np.fft.rfftfreq(side)[None])
     frequency[0, 0] = 1.0
     planes = []
@@ -50,7 +49,13 @@ def make_pictures() -> list[bytes]:
         planes.append(plane / plane.std())
     # Colours of a photograph go together: mostly one brightness, and a little of each colour.
     field = np.stack([planes[0] + 0.25 * one for one in planes], axis=-1)
-    pixels = np.clip(field * 45 + 120, 0, 255).astype(np.uint8)
+    return np.clip(field * 45 + 120, 0, 255).astype(np.uint8)
+
+
+def make_pictures() -> list[bytes]:
+    """Return JPEGs of many sizes."""
+    rng, side = np.random.default_rng(0), 2048
+    pixels = noise_of_photographs(rng, side)
     found = []
     for _ in range(DISTINCT):
         size, aspect = np.exp(rng.uniform(np.log(0.1e6), np.log(2e6))), np.exp(rng.uniform(-0.5, 0.5))

@@ -102,3 +102,16 @@ def test_the_loop_with_the_fastest_decoder_is_compared_by_pictures_a_second(tmp_
         told[f"{name}_rounds"] == [told[f"{name}_samples_per_s"]] for name in ("overlord", "jpeg_scaling", "loop")
     )
     assert told["ratio"] == pytest.approx(told["overlord_samples_per_s"] / told["loop_samples_per_s"], rel=0.01)
+
+
+@pytest.mark.slow
+def test_pictures_as_people_have_them_are_compared_by_work():
+    """A short run over few pictures; a peer that is not installed is a row that says so."""
+    command = [sys.executable, "-m", "benchmarks.pictures", "--distinct", "2", "--rounds", "1", "--seconds", "1"]
+    printed = subprocess.run([*command, "--json"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    told = json.loads(printed.splitlines()[-1])
+    for side in ("pillow", "overlord"):
+        assert told[f"{side}_rounds"] == [told[f"{side}_work_per_s"]] and told[f"{side}_pictures_per_s"] > 1
+    assert told["ratio_to_pillow"] == pytest.approx(told["overlord_work_per_s"] / told["pillow_work_per_s"])
+    for peer in ("spdl", "grain"):
+        assert told.get(peer, "not measured").startswith("not measured") != (f"ratio_to_{peer}" in told)

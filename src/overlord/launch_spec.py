@@ -20,6 +20,7 @@ from overlord.errors import SpecError
 from overlord.job.hook_specs import HOOK_KINDS, AnyHook, Hook, search_beside
 from overlord.job.layout_specs import (
     DEFAULT_CACHE,
+    DEFAULT_CACHE_BYTES,
     DEFAULT_HEARTBEAT_S,
     Keys,
     Layout,
@@ -140,6 +141,13 @@ _NOTHING = "nothing could be loaded. Give 1 or more"
 _Bytes = Annotated[int, whole(1, _NOTHING), BeforeValidator(as_bytes, json_schema_input_type=int | str)]
 
 
+_CacheBytes = Annotated[
+    int,
+    whole(0, "no disk holds that. Give 0 to keep nothing"),
+    BeforeValidator(as_bytes, json_schema_input_type=int | str),
+]
+
+
 _AHEAD_BYTES = 512 << 20
 _AHEAD_OF_THREAD = 64 << 20
 
@@ -230,6 +238,8 @@ class LaunchOptions(Spec):
     """What a service may take: bytes held ahead, workers, memory of loaders."""
     threads: Annotated[int, whole(1, "nothing would be decoded. Leave it out")] | None = None
     """Cores for decoding and the like; by default the host's less the trainers', and 2 on ray."""
+    cache_bytes: _CacheBytes = DEFAULT_CACHE_BYTES
+    """Bytes of remote files kept in the cache folder of a host, for all of its services; 0 keeps none."""
     store: Word | None = None
     """Folder or URL for the journal and snapshots; without one, a temporary folder that goes at the end."""
     store_options: dict[str, str | int | float | bool] = Field(default={}, repr=False)

@@ -334,6 +334,7 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
     source_options: Mapping[str, Mapping[str, Any]] | None = None,
     keep: int | None = None,
     cache: str | os.PathLike[str] = DEFAULT_CACHE,
+    cache_bytes: int | str | None = None,
     state: Mapping[str, Any] | Literal["latest"] | int | None = None,
     reconcile: Reconcile = "strict",
     skip_steps: int = 0,
@@ -392,7 +393,9 @@ def launch(  # noqa: PLR0913 - the front door: everything has a default and a na
             file should hold, and for those of sources that were added while a run went on, which no store and no
             state holds. Those of its join stand under "join".
         keep: Steps behind the newest snapshot that stay resumable with `state=STEP` (default: 256).
-        cache: Folder for the indices of files.
+        cache: Folder for the indices of files, and for what is kept of remote files.
+        cache_bytes: Bytes of remote files that are kept there, such as "200GiB", for all services of a host together;
+            an epoch that fits is read from the store once. 0 keeps none (default: 4 GiB).
         state: What `client.state_dict()` returned; "latest" takes the newest snapshot of the store, a number the state
             before that step of the store's newest run.
         reconcile: What of the job's sources may differ from the state's: nothing ("strict"); there may be more, which
@@ -581,6 +584,7 @@ def service_options(job: Job, options: Launch) -> ServiceOptions:
         job_text=None if options.store is None else _job_text(job, options),
         keep=options.keep,
         cache=str(Path(options.cache).expanduser().absolute()),
+        cache_bytes=options.cache_bytes,
         state=_check_state(options.state, options.store),
         latest=isinstance(options.state, str),
         before_step=options.state if isinstance(options.state, int) else None,

@@ -20,7 +20,7 @@ from pyarrow import fs
 from overlord.errors import SourceError, SpecError, shortened
 
 StorageOptions = Mapping[str, str | int | float | bool]
-"""Credentials and other options, under the names of pyarrow's filesystems."""
+"""Credentials and other options, where pyarrow's filesystems know them under the same names."""
 
 
 def make_private(folder: Path) -> None:
@@ -90,7 +90,7 @@ def filesystem_of(url: str, options: StorageOptions, *, attempts: int | None = N
             raise SpecError(f"the path {url!r} names a host; only files of this host can be read. Write file:///path.")
         return fs.LocalFileSystem(), path, ""
     if scheme in ("s3", "s3a"):
-        chosen = check_options("s3", options, _S3_OPTIONS)
+        chosen = check_options("s3", options, S3_OPTIONS)
         endpoint = chosen.get("endpoint_override")
         if endpoint is not None:
             if "://" in endpoint:
@@ -102,7 +102,7 @@ def filesystem_of(url: str, options: StorageOptions, *, attempts: int | None = N
             chosen.setdefault("allow_delayed_open", True)  # a small object then takes one request, not three
         return _connect(url, lambda: fs.S3FileSystem(**chosen)), rest, f"{scheme}://"
     if scheme in ("gs", "gcs"):
-        chosen = check_options("gs", options, _GCS_OPTIONS)
+        chosen = check_options("gs", options, GCS_OPTIONS)
         if "retry_time_limit" in chosen:
             chosen["retry_time_limit"] = datetime.timedelta(seconds=chosen["retry_time_limit"])
         return _connect(url, lambda: fs.GcsFileSystem(**chosen)), rest, f"{scheme}://"
@@ -114,11 +114,12 @@ def filesystem_of(url: str, options: StorageOptions, *, attempts: int | None = N
         return found, rest[len(parts.netloc) :], f"{scheme}://{parts.netloc}"
     raise SpecError(
         f"the path {url!r} has the unknown scheme {scheme!r}; nothing can be listed. "
-        "Use file://, s3://, s3a://, gs://, gcs://, hdfs:// or a path without a scheme."
+        "Use file://, s3://, s3a://, gs://, gcs://, hdfs:// or a path without a scheme; a source may also be "
+        "at az://, https://, http:// or hf://."
     )
 
 
-_S3_OPTIONS: dict[str, type] = {
+S3_OPTIONS: dict[str, type] = {
     "access_key": str,
     "secret_key": str,
     "session_token": str,
@@ -138,7 +139,7 @@ _S3_OPTIONS: dict[str, type] = {
     "force_virtual_addressing": bool,
     "tls_ca_file_path": str,
 }
-_GCS_OPTIONS: dict[str, type] = {
+GCS_OPTIONS: dict[str, type] = {
     "anonymous": bool,
     "endpoint_override": str,
     "scheme": str,

@@ -271,7 +271,15 @@ def test_the_cache_is_in_the_folder_of_the_user_s_caches(given: str, folder: str
     assert found.stdout.strip() == folder
 
 
-@pytest.mark.parametrize("command", ["run", "explain", "sources preview", "sources lint"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "run",
+        pytest.param("explain", marks=pytest.mark.slow),
+        pytest.param("sources preview", marks=pytest.mark.slow),
+        pytest.param("sources lint", marks=pytest.mark.slow),
+    ],
+)
 def test_no_command_renders_a_template_that_has_not_been_tried(command, demo_files, tmp_path: Path, cache: str) -> None:
     lines(tmp_path / "a.jsonl", ['{"messages": [{"role": "user", "content": "hello"}]}'] * 20)
     doubled = "{% set n = namespace(x='a') %}{% for _ in range(31) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}"

@@ -126,6 +126,7 @@ WRONG = {
     "schema": ("--out", "/dev/null/x"),
     "steps show": ("--store", "/nowhere"),
     "steps diff": ("/nowhere", "/nowhere"),
+    "sources cache": None,
     "version": None,
 } | dict.fromkeys(("status", "dashboard", "top", "trace"), ("unix:///nowhere",))
 

@@ -203,7 +203,11 @@ def test_a_token_that_a_folder_names_is_told(model: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("more", "warned"),
-    [("", True), (', before: "<|vision_start|>", after: "<|vision_end|>"', False), (', after: "</s>"', False)],
+    [
+        ("", True),
+        (', before: "<|vision_start|>", after: "<|vision_end|>"', False),
+        pytest.param(', after: "</s>"', False, marks=pytest.mark.slow),
+    ],
 )
 def test_lint_misses_the_borders_that_a_tokenizer_has(more: str, warned: bool, model: Path, tmp_path: Path) -> None:
     bare = folder_with(model, tmp_path / "bare")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import re
@@ -135,25 +136,31 @@ def shuffle_findings(path: Path, budget: int, cache: Path) -> list[str]:
     return [finding.message for finding in lint(job, cache, 10) if "shuffle" in finding.message]
 
 
-def test_lint_tells_what_a_shuffle_inside_a_large_row_group_costs(tmp_path: Path) -> None:
+def test_lint_tells_what_it_costs_where_rows_are_unpacked(tmp_path: Path) -> None:
     table = pa.table({"ids": pa.array([list(range(50))] * 3000, pa.list_(pa.int32()))})
     pq.write_table(table, tmp_path / "one.parquet", use_dictionary=False)
-    with pa.ipc.new_file(tmp_path / "one.arrow", table.schema) as writer:
-        writer.write_table(table)
-    (found,) = shuffle_findings(tmp_path / "one.parquet", 100_000, tmp_path)
-    assert "blocks have up to 0.6 MiB, more than shuffle_bytes=100000" in found
-    assert "once an epoch in each loader process" in found and "writes 0.6 MiB an epoch" in found
-    assert "takes up to 0.6 MiB of disk" in found and "row groups (or files, where they are compressed)" in found
-    assert not shuffle_findings(tmp_path / "one.parquet", 4 << 20, tmp_path)
-    assert not shuffle_findings(tmp_path / "one.parquet", 0, tmp_path)
-    assert not shuffle_findings(tmp_path / "one.arrow", 100_000, tmp_path)  # rows are read from where they are
+    for name, compression in (("one.arrow", None), ("zstd.arrow", "zstd")):
+        options = pa.ipc.IpcWriteOptions(compression=compression)
+        with pa.ipc.new_file(tmp_path / name, table.schema, options=options) as writer:
+            writer.write_table(table)
+    lines = "".join(json.dumps(row) + "\n" for row in table.to_pylist())
+    (tmp_path / "one.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    for name in ("zstd.arrow", "one.jsonl.gz"):
+        (found,) = shuffle_findings(tmp_path / name, 100_000, tmp_path)
+        assert "rows of 0.6 MiB are reached only by unpacking those before them" in found
+        assert "once an epoch in each loader process, in blocks of up to 0.6 MiB" in found
+        assert "takes up to 0.6 MiB of disk" in found
+        assert not shuffle_findings(tmp_path / name, 4 << 20, tmp_path)
+    for budget in (100_000, 4 << 20, 0):
+        assert not shuffle_findings(tmp_path / "one.parquet", budget, tmp_path)  # rows are read by their pages,
+        assert not shuffle_findings(tmp_path / "one.arrow", budget, tmp_path)  # or from where they are
 
 
 def test_lint_tells_where_a_shuffle_has_too_few_blocks(tmp_path: Path) -> None:
-    table = pa.table({"ids": pa.array([list(range(50))] * 3000, pa.list_(pa.int32()))})
-    pq.write_table(table, tmp_path / "two.parquet", use_dictionary=False, row_group_size=1500)
-    (found,) = shuffle_findings(tmp_path / "two.parquet", 400_000, tmp_path)
-    assert "2 blocks of 0.3 MiB" in found and "neighbours mostly stay neighbours" in found
+    lines = "".join(json.dumps({"ids": list(range(50))}) + "\n" for _ in range(7000))
+    (tmp_path / "two.jsonl").write_text(lines)
+    (found,) = shuffle_findings(tmp_path / "two.jsonl", 400_000, tmp_path)
+    assert "2 blocks of 0.7 MiB" in found and "neighbours mostly stay neighbours" in found
 
 
 def test_lint_names_every_damaged_file(tmp_path: Path) -> None:

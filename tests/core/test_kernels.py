@@ -52,7 +52,9 @@ def caller(x):
 """
 
 
-@pytest.mark.parametrize(("called", "caller"), [(CALLED, CALLER), (INSTRUCTIONS, CALLER_OF_INSTRUCTIONS)])
+@pytest.mark.parametrize(
+    ("called", "caller"), [(CALLED, CALLER), pytest.param(INSTRUCTIONS, CALLER_OF_INSTRUCTIONS, marks=pytest.mark.slow)]
+)
 def test_a_change_in_a_file_reaches_kernels_of_others_that_call_it(tmp_path: Path, called: str, caller: str) -> None:
     (tmp_path / "caller.py").write_text(caller, encoding="utf-8")
     env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}

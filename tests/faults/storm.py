@@ -118,27 +118,51 @@ def be_launcher(folder: Path, data: Path, setting: str, resume: str) -> None:
 
 def be_trainer(folder: Path, address: str, rank: int, step: int | None, start: str) -> None:
     """Train on one rank, record every step, and as rank 0 write checkpoints."""
-    positions = os.open(folder / f"positions.{start}", os.O_RDWR | os.O_CREAT)
+    ranks = Ranks(folder / f"ranks.{start}", rank)
     path = folder / f"rank-{rank}.{start}"
     with ol.connect(address, rank, step=step) as client, open(path, "w") as record:
         for taken in client:
             record.write(json.dumps([taken.index, digest(taken)]) + "\n")
             record.flush()
-            # Ranks train in step, as those that exchange gradients do: none goes on before all have this step.
-            os.pwrite(positions, struct.pack("<q", client.next_step), 8 * rank)
-            while min(_positions(positions)) < client.next_step:
-                time.sleep(0.002)
+            ends = ranks.end_with(client.next_step, (folder / "finish").exists())
             if rank == 0 and client.next_step % CHECKPOINT_STEPS == 0:
                 state = client.state_dict()
                 _write(folder / "states" / str(state["step"]), json.dumps(state))
-            last = folder / "last-step"
-            if last.exists() and taken.index >= int(last.read_text()):
+            if ends:
                 return
             time.sleep(PACE_S)
 
 
-def _positions(file: int) -> tuple[int, ...]:
-    return struct.unpack(f"<{RANKS}q", os.pread(file, 8 * RANKS, 0).ljust(8 * RANKS, b"\0"))
+class Ranks:
+    """What the trainers of a run know of each other: they train in step, as those that exchange gradients do.
+
+    Args:
+        path: Of a file that all of them have.
+        rank: Whose trainer this is.
+    """
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self._file, self._rank = os.open(path, os.O_RDWR | os.O_CREAT), rank
+
+    def end_with(self, next_step: int, ends: bool) -> bool:
+        """Wait until all ranks have the step before this one; return whether one of them ends with it: so all do.
+
+        Args:
+            next_step: The step that this rank would take next.
+            ends: Whether this rank was told to end. Another one may have looked a moment before that.
+        """
+        self._write(RANKS + self._rank, next_step if ends else 0)
+        self._write(self._rank, next_step)
+        while min((numbers := self._read())[:RANKS]) < next_step:
+            time.sleep(0.002)
+        return next_step in numbers[RANKS:]
+
+    def _write(self, place: int, number: int) -> None:
+        os.pwrite(self._file, struct.pack("<q", number), 8 * place)
+
+    def _read(self) -> tuple[int, ...]:
+        size = 8 * 2 * RANKS
+        return struct.unpack(f"<{2 * RANKS}q", os.pread(self._file, size, 0).ljust(size, b"\0"))
 
 
 def digest(step: ol.Step) -> list[str]:
@@ -354,15 +378,16 @@ class Storm:
         Raises:
             RunEnded: It does not recover, or does not end.
         """
-        while any(due[2] == signal.SIGKILL for due in self._due):  # what nothing watches over is still stopped
+        while self._due:  # what is paused, or what nothing watches over, is still stopped
             self.tend_for(0.1)
         self.wait_for_steps(2)
         self._await_page()
-        furthest = max(record.next_step for record in self._records)
-        _write(self._folder / "last-step", str(furthest + 5))  # a step that none has come to: all ranks end together
+        (self._folder / "finish").touch()
         assert self._launcher is not None and self._launcher.stdin is not None
         for process in (*self._trainers, self._launcher):
             if process is self._launcher:
+                for record in self._records:
+                    record.close()  # now: the close of the launcher is no wait for a step
                 self._launcher.stdin.close()
             try:
                 if process.wait(self._hung_s) != 0:

@@ -6,14 +6,24 @@ long run with trainers of its own, and faults in every kind of process.
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
 import pytest
 from benchmarks.storms import weather, wrong_lines
 
-from tests.faults.storm import HOWS, Outcome, run_storm
+from tests.faults.storm import HOWS, Outcome, Ranks, Storm, run_storm
 
 
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize(("setting", "seed"), [("local", 3), pytest.param("shadows", 14, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("setting", "seed"),
+    [pytest.param("local", 3, marks=pytest.mark.slow), pytest.param("shadows", 14, marks=pytest.mark.slow)],
+)
 def test_a_storm(setting, seed):
     assert weather(seed, setting).wrong == []
 
@@ -32,6 +42,29 @@ def test_many_storms(setting, seed):
 @pytest.mark.parametrize("seed", range(210, 213))
 def test_storms_on_ray(seed):
     assert weather(seed, "ray").wrong == []
+
+
+def test_trainers_of_a_storm_end_together(tmp_path):
+    """One looks whether it should end a moment before another does; it must not wait for the other's next step."""
+    ranks = [Ranks(tmp_path / "ranks", rank) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda one: one.end_with(3, ends=False), ranks)) == [False, False]
+        assert list(pool.map(lambda one: one.end_with(4, ends=one is ranks[1]), ranks)) == [True, True]
+
+
+def test_a_launcher_that_is_paused_at_the_end_of_a_storm_ends(tmp_path, monkeypatch):
+    storm = Storm("local", 0, tmp_path, tmp_path)
+    launcher = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    launcher.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(storm, "_launcher", launcher)
+    monkeypatch.setattr(storm, "_due", [(time.monotonic() + 0.5, psutil.Process(launcher.pid), signal.SIGCONT)])
+    monkeypatch.setattr(storm, "_hung_s", 5.0)
+    monkeypatch.setattr(storm, "wait_for_steps", lambda further: None)  # it has none
+    monkeypatch.setattr(storm, "_await_page", lambda: None)
+    try:
+        storm.finish()
+    finally:
+        storm.close()
 
 
 def test_a_warning_that_names_no_fault_is_found():

@@ -16,7 +16,11 @@ import numpy as np
 import pytest
 
 import overlord as ol
+from overlord.core.client_messages import Beginning, Join, RanksMissing
+from overlord.core.messages import HostNews
+from overlord.errors import Rewound
 from overlord.runtimes import client_feed as local
+from tests.stores.test_down import Host as PlannerInProcess
 
 TRAINER = """
 import sys, json
@@ -247,6 +251,75 @@ def test_a_rank_that_was_a_step_behind_when_all_died_goes_back_with_the_others(i
             with service.client(0, step=6) as ahead, first.result(60) as late:
                 assert seen(ahead, 2) == expected[0][6:]
                 assert [index for index, *_ in seen(late, 3)] == [6, 7, 8]
+
+
+def test_a_new_planner_hears_of_all_ranks_before_one_goes_on(ids_job, cache, tmp_path, monkeypatch):
+    """It does not know how far any rank was; a constructor host of another machine tells it within moments."""
+    mesh = ol.ClientPlaceTree(dp=2)
+    first = PlannerInProcess(ids_job, tmp_path, cache, mesh=mesh)
+    for step in range(19):
+        first.host.plan(step, HostNews({0: step, 1: 5}, {0: step, 1: 5}))
+    with PlannerInProcess(ids_job, tmp_path, cache, mesh=mesh, recover=True) as host:
+        assert host.host.ask(Join(1, 15)) == RanksMissing([(0, None)])
+        host.host.tell(HostNews({0: 19}, {0: 19}))
+        assert isinstance(host.host.ask(Join(1, 15)), Beginning), "rank 0 trains, and rank 1 died alone"
+    with PlannerInProcess(ids_job, tmp_path, cache, mesh=mesh, recover=True) as host:
+        assert host.host.ask(Join(1, 15)) == RanksMissing([(0, None)])
+        monkeypatch.setattr("overlord.runtimes.hosts.shared_planner.UNHEARD_S", 0.0)
+        assert isinstance(host.host.ask(Join(1, 15)), Beginning), "no host knows of rank 0"
+    first.service.close()
+
+
+def test_a_rank_that_was_further_goes_on_where_the_others_have_begun_again(ids_job, cache, tmp_path):
+    """They were let go on by a planner that did not know it yet; a way back would leave them in the old lineage."""
+    mesh = ol.ClientPlaceTree(dp=2)
+    first = PlannerInProcess(ids_job, tmp_path, cache, mesh=mesh)
+    for step in range(19):
+        first.host.plan(step, HostNews({0: step, 1: 5}, {0: step, 1: 5}))
+    with PlannerInProcess(ids_job, tmp_path, cache, mesh=mesh, recover=True) as host:
+        assert host.host.ask(Join(1, 15)) == RanksMissing([(0, None)])
+        assert isinstance(host.host.ask(Join(0, 15)), Beginning), "both ask, and neither is known"
+        host.host.tell(HostNews({1: 19}, {}), 1)  # of a constructor host that is gone, and comes late
+        host.host.tell(HostNews({0: 15}, {0: 15}))
+        assert isinstance(host.host.ask(Join(1, 15)), Beginning), "rank 0 stands there in this lineage"
+        host.host.tell(HostNews({0: 15, 1: 15}, {0: 15, 1: 15}))
+        assert host.host.planner.checkpoints.passed <= 15
+    first.service.close()
+
+
+def test_a_host_that_a_rank_has_left_does_not_tell_how_far_it_is(ids_job, cache, tmp_path):
+    """Its word is old: the rank went on from an earlier step on another host, and died alone there."""
+    with PlannerInProcess(ids_job, tmp_path, cache, mesh=ol.ClientPlaceTree(dp=2)) as host:
+        for step in range(20):
+            host.host.plan(step, HostNews({0: step, 1: 15}, {0: step, 1: 15}))
+        host.host.tell(HostNews({0: 19, 1: 15}, {1: 15}))
+        assert isinstance(host.host.ask(Join(0, 15)), Beginning), "rank 1 stands there"
+        host.host.tell(HostNews({0: 15}, {0: 15}), 1)
+        host.host.tell(HostNews({0: 19, 1: 17}, {1: 17}))
+        host.host.tell(HostNews({0: 17}, {0: 17}), 1)
+        host.host.tell(HostNews({0: 19, 1: 18}, {1: 18}))
+        host.host.tell(HostNews({0: 17}, {}), 1)
+        assert isinstance(host.host.ask(Join(0, 17)), Beginning)
+
+
+def test_ranks_begin_together_or_go_back_together(ids_job, cache, tmp_path):
+    """One that was let go on cannot follow the others into another lineage: it may have the step behind it already."""
+    mesh = ol.ClientPlaceTree(dp=2)
+    reached = {0: 15, 1: 19}
+    for first, stores in ((0, tmp_path / "a"), (1, tmp_path / "b")):
+        with PlannerInProcess(ids_job, stores, cache, mesh=mesh) as host:
+            for step in range(20):
+                host.host.plan(step, HostNews(reached, reached))
+            if first == 0:
+                host.host.tell(HostNews(reached, {1: 19}))
+                assert isinstance(host.host.ask(Join(0, 15)), Beginning), "it died alone"
+                host.host.tell(HostNews(reached, {}))  # rank 1 is gone, and rank 0 not attached yet
+                assert isinstance(host.host.ask(Join(1, 15)), Beginning)
+            else:
+                host.host.tell(HostNews(reached, {}))
+                assert host.host.ask(Join(1, 15)) == RanksMissing([(0, None)])
+                with pytest.raises(Rewound):
+                    host.host.ask(Join(0, 15))  # it could go on, and rank 1 waits for it to go back
 
 
 def test_ranks_that_disagree_are_told(ids_job, cache, monkeypatch):

@@ -28,7 +28,7 @@ def workers_of(service: ol.Service) -> list[psutil.Process]:
     ("seed", "threads", "pause_s", "kills"),
     [
         (0, 3, 0.3, 5),
-        (1, 2, 0.05, 20),
+        pytest.param(1, 2, 0.05, 20, marks=pytest.mark.slow),
         pytest.param(2, 4, 0.02, 100, marks=pytest.mark.slow),
         *(
             pytest.param(seed, threads, pause_s, 500, marks=[pytest.mark.nightly, pytest.mark.timeout(1800)])

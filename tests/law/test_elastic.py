@@ -120,7 +120,7 @@ def test_ranks_come_and_go_and_nothing_else_changes(ids_job, cache, where, way):
     [
         (ol.strategies.vlm_hybrid(split=True), "dp=2", "dp=2,cp=2"),
         (ol.strategies.vlm_hybrid(), "dp=4,tp=1", "pp=2,dp=1,tp=1"),
-        (ol.strategies.packed(), "dp=1,cp=2", "dp=3"),
+        pytest.param(ol.strategies.packed(), "dp=1,cp=2", "dp=3", marks=pytest.mark.slow),
     ],
 )
 def test_from_the_boundary_on_it_is_a_run_launched_there(mixed_job, cache, where, strategy, before, after):

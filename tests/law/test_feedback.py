@@ -53,7 +53,8 @@ RULES = {
 
 
 @pytest.mark.parametrize(
-    "rule", [pytest.param(rule, marks=pytest.mark.slow if rule == "ado" else ()) for rule in RULES]
+    "rule",
+    [pytest.param(rule, marks=pytest.mark.slow if rule in ("ado", "smoothed", "every") else ()) for rule in RULES],
 )
 def test_a_run_with_feedback_resumes_bit_exactly(rule, ids_job, cache):
     job = learning(ids_job, RULES[rule])

@@ -268,14 +268,14 @@ def exchanged(steps, outputs):
 @pytest.mark.parametrize("tree", [ol.ClientPlaceTree(dp=4), ol.ClientPlaceTree(dp=2, cp=2)], ids=str)
 def test_sounds_are_encoded_on_any_rank_and_reach_their_tokens(job, cache, tree):
     heard = Tokenizer.from_file(job.tokenizer).token_to_id("<|AUDIO|>")
-    features = {}
-    for batch in batches_of(job, cache):
+    features, count = {}, 2 * STEPS
+    for batch in batches_of(job, cache, count):
         sounds = [sample for sample in batch.meta.sample_ids if sample.source == "sounds"]
         features |= dict(zip(sounds, batch.get("input_features", ()), strict=True))
     spread, checked = set(), 0
     with ol.launch(job, runtime="inline", cache=cache, mesh=tree, strategy=OMNI) as service:
         clients = [service.client(rank) for rank in range(tree.world_size)]
-        for number in range(STEPS):
+        for number in range(count):
             steps, plan = [next(client) for client in clients], service.plan_raw(number)
             outputs = []
             for rank, step in enumerate(steps):

@@ -90,6 +90,7 @@ def arrow(*, stream: bool, compression: str | None = None) -> bytes:
 COLUMNAR: dict[str, Callable[[], bytes]] = {
     "snappy.parquet": parquet,
     "zstd.parquet": lambda: parquet(compression="zstd", data_page_version="2.0"),
+    "pages.parquet": lambda: parquet(compression="snappy", data_page_size=40, write_batch_size=2),
     "plain.parquet": lambda: parquet(compression="none", use_dictionary=False),
     "file.arrow": lambda: arrow(stream=False),
     "stream.arrow": lambda: arrow(stream=True),
@@ -114,6 +115,9 @@ def read_everything(path: Path, cache: Path, pool: ReaderProcesses | None, colum
             for column in batch.values():
                 if isinstance(column, Ragged):
                     column.take(np.arange(len(column)))  # a kernel that follows every offset
+        for start in (0, 4):
+            for batch in files.stream(0, block, skip=start, stop=start + 3, batch_rows=7):
+                assert all(len(column) <= 3 for column in batch.values())
 
 
 @pytest.mark.timeout(3000)

@@ -65,11 +65,13 @@ class Hub(BaseHTTPRequestHandler):
         return found
 
     def send_file(self, path: Path) -> None:
-        data, status = path.read_bytes(), 200
+        data, status, headers = path.read_bytes(), 200, {}
         if asked := self.headers.get("Range"):
             first, last = asked.removeprefix("bytes=").split("-")
-            data, status = data[int(first) : int(last) + 1 if last else None], 206
-        self.send(data, status, {})
+            start, stop = int(first), min(int(last) + 1 if last else len(data), len(data))
+            headers = {"Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"}
+            data, status = data[start:stop], 206
+        self.send(data, status, headers)
 
     def answer(self, value: object, status: int = 200, headers: dict[str, str] | None = None) -> None:
         self.send(json.dumps(value).encode(), status, {"Content-Type": "application/json", **(headers or {})})

@@ -6,7 +6,6 @@ import gzip
 import json
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +16,7 @@ from overlord.readers.index import IndexCache
 from overlord.readers.jsonl import parse_object
 from overlord.readers.source_files import SourceFiles
 
-from .conftest import read_all
+from .conftest import read_all, rows_of
 
 BAD_LINES = [
     b"{oops",
@@ -96,12 +95,44 @@ def test_a_column_that_no_row_has_is_missing(tmp_path: Path, open_source):
         open_source(tmp_path / "x.jsonl", columns=["txet"]).blocks(0)
 
 
-def test_a_gzip_file_is_one_block_of_its_decompressed_size(tmp_path: Path, open_source):
+def test_a_gzip_file_has_the_blocks_of_its_lines(tmp_path: Path, open_source):
     lines = b"".join(b'{"text": "%d"}\n' % n for n in range(200_000))
     half = lines.index(b"\n", len(lines) // 2) + 1
     (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(lines[:half], 1) + gzip.compress(lines[half:], 1))
     blocks = open_source(tmp_path / "x.jsonl.gz", columns=["text"]).blocks(0)
-    assert blocks.rows.tolist() == [200_000] and blocks.bytes.tolist() == [len(lines)]
+    (tmp_path / "y.jsonl").write_bytes(lines)
+    plain = open_source(tmp_path / "y.jsonl", columns=["text"]).blocks(0)
+    assert blocks.rows.tolist() == plain.rows.tolist() and blocks.bytes.tolist() == plain.bytes.tolist()
+    assert blocks.rows.sum() == 200_000 and len(blocks.rows) == 4 and blocks.unpacked and not plain.unpacked
+
+
+def test_a_gzip_file_is_unpacked_as_far_as_its_rows_are_read(tmp_path: Path, open_source):
+    lines = b"".join(b'{"text": "%d"}\n' % n for n in range(400_000))
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(lines, 1))
+    source = open_source(tmp_path / "x.jsonl.gz", columns=["text"])
+    blocks = source.first_blocks(0)
+    assert len(blocks.rows) == 1 and blocks.more is not None
+    rows = [row["text"] for b in source.stream(0, 1, skip=3, stop=6, batch_rows=2) for row in rows_of(b)]
+    first = int(blocks.rows[0])
+    assert rows == [b"%d" % n for n in range(first + 3, first + 6)]
+    unpacked = source._unpacked_file(0)
+    assert 2 << 20 <= unpacked._handle.tell() < 3 << 20
+    assert [len(blocks.at_least(count).rows) for count in (1, 3, 100)] == [1, 3, len(source.blocks(0).rows)]
+    assert blocks.at_least(100).more is None and source.blocks(0).rows.tolist() == blocks.at_least(100).rows.tolist()
+    lines_of, parse = source.unparsed()
+    assert [bytes(parse(b)["text"][0]) for b in lines_of.stream(0, 1, skip=3, stop=4, batch_rows=2)] == rows[:1]
+
+
+def test_a_gzip_file_that_is_damaged_later_on_gives_the_rows_before(tmp_path: Path, open_source):
+    lines = b"".join(b'{"text": "%d"}\n' % n for n in range(200_000))
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(lines, 1)[:-9000])
+    source = open_source(tmp_path / "x.jsonl.gz", columns=["text"])
+    assert next(source.stream(0, 0, stop=2, batch_rows=2))["text"][1].tobytes() == b"1"
+    with pytest.raises(SourceError, match=r"cannot read .*x.jsonl.gz"):
+        source.first_blocks(0).at_least(100)
+    with pytest.raises(ReaderError, match=r"x.jsonl.gz cannot be read at row 0 of block 99"):
+        next(source.stream(0, 99, stop=2, batch_rows=2))
+    assert next(source.stream(0, 0, stop=2, batch_rows=2))["text"][0].tobytes() == b"0"
 
 
 def test_a_gzip_file_that_is_cut_short_is_named(tmp_path: Path, open_source):
@@ -192,10 +223,3 @@ def test_a_file_that_changes_between_two_chunks_is_refused(tmp_path: Path, open_
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "%s"}\n' % (b"b" * 999) * 200)
     with pytest.raises(ReaderError, match="would change the stream"):
         list(rows)
-
-
-@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst"])
-def test_compressed_lines_are_parsed_where_they_are_read(name: str, tmp_path: Path, open_source):
-    with pa.output_stream(tmp_path / name) as out:
-        out.write(b'{"text": "a"}\n')
-    assert open_source(tmp_path / name, columns=["text"]).unparsed() is None

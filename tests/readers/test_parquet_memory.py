@@ -8,7 +8,10 @@ import os
 import resource
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -156,15 +159,43 @@ def test_a_spill_has_no_name_and_ends_with_its_stream(tmp_path: Path, open_sourc
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_one_block_is_decoded_at_a_time_and_no_stream_waits_for_a_reader(tmp_path: Path):
-    def decode() -> Iterator[RowBatch]:
-        for n in range(3):
-            assert spill._ONE_AT_A_TIME.locked()
-            yield {"n": np.full(2, n)}
+def test_no_block_waits_for_another_but_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(spill, "_DECODING", spill._Room(100))
+    inside = [threading.Event() for _ in range(3)]
+    go_on = threading.Event()
 
-    place = spill.SpillPlace(tmp_path / "new", "row group 0", 48)
-    for batch in spill.spilled(decode(), place, 2):  # type: ignore[arg-type]
-        assert not spill._ONE_AT_A_TIME.locked() and len(batch["n"]) == 2
+    def decode(number: int) -> Iterator[RowBatch]:
+        inside[number].set()
+        assert go_on.wait(20)
+        yield {"n": np.full(2, number)}
+
+    def rows(number: int, size: int) -> list[int]:
+        place = spill.SpillPlace(tmp_path / "new", "row group", size)
+        return [n for batch in spill.spilled(decode(number), place, 2) for n in batch["n"].tolist()]  # type: ignore[arg-type]
+
+    with ThreadPoolExecutor(3) as pool:
+        first = [pool.submit(rows, number, 50) for number in (0, 1)]
+        assert inside[0].wait(20) and inside[1].wait(20), "one waits for the other"
+        third = pool.submit(rows, 2, 1000)  # more than there is room for at all: it waits until there is all of it
+        assert not inside[2].wait(0.05)
+        go_on.set()
+        assert [task.result() for task in (*first, third)] == [[0, 0], [1, 1], [2, 2]]
+
+
+def test_threads_that_need_the_same_block_wait_for_the_one_that_decodes_it(tmp_path: Path):
+    blocks, decoded = spill.SpilledBlocks(), list[int]()
+
+    def decode() -> Iterator[RowBatch]:
+        decoded.append(1)
+        time.sleep(0.02)
+        yield {"n": np.arange(9)}
+
+    def add(_: int) -> spill.SpilledBlock | None:
+        return blocks.add("key", decode, spill.SpillPlace(tmp_path / "new", "row group", 9))  # type: ignore[arg-type]
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(add, range(8)))
+    assert len(decoded) == 1 and all(one is found[0] for one in found)
 
 
 def test_a_decoder_that_fails_frees_the_way_and_is_retried(tmp_path: Path, open_source):
@@ -174,7 +205,7 @@ def test_a_decoder_that_fails_frees_the_way_and_is_retried(tmp_path: Path, open_
     (tmp_path / "x.parquet").write_bytes(data)
     with pytest.raises(ReaderError, match=r"x.parquet cannot be read at row 0 of block 0"):
         read_block(open_source(tmp_path / "x.parquet"), 0, 0, batch_rows=1)
-    assert not spill._ONE_AT_A_TIME.locked()
+    assert spill._DECODING._free == spill.DECODED_BYTES
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import pytest
 
 import overlord as ol
 from overlord.runtimes.supervision import early_start
+from overlord.runtimes.supervision.child import LIMITS
 from overlord.runtimes.supervision.work_clock import WorkClock
 
 DEADLINE_S = 20.0
@@ -349,6 +351,22 @@ def test_what_is_stopped_when_its_launcher_is_killed_goes_too(mixed_job, cache, 
     for process in left:
         process.kill()
     assert names == []
+    wait_removed(address)
+    end(launcher)
+
+
+def test_a_page_that_is_stopped_after_its_launcher_was_killed_goes_too(ids_job, cache, nothing_left):
+    """It takes a moment to end, in which a SIGSTOP may still meet it; no process watches over it then."""
+    launcher, address, _ = started_launcher(ids_job, cache, {"dashboard": 0})
+    (page,) = (p for p in psutil.Process(launcher.pid).children() if "overlord.dashboard.serving_page" in p.cmdline())
+    launcher.kill()
+    launcher.wait(DEADLINE_S)  # its end of the pipe is closed
+    with contextlib.suppress(psutil.NoSuchProcess):
+        page.send_signal(signal.SIGSTOP)
+    _, left = psutil.wait_procs([page], 2 * LIMITS.orphaned_role)
+    for process in left:
+        process.kill()
+    assert left == []
     wait_removed(address)
     end(launcher)
 

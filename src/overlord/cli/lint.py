@@ -361,16 +361,18 @@ def _shuffle(one: Opened, facts: Sequence[_FileFacts]) -> list[Finding]:
     if one.source.order_by is not None:
         return []
     budget, blocks, size = one.source.shuffle_bytes, sum(f.blocks for f in facts), sum(f.bytes for f in facts)
-    if any(f.is_cut for f in facts):
+    if size > budget and any(f.is_cut for f in facts):
         spilled, largest = sum(f.bytes for f in facts if f.spills), max(f.largest for f in facts)
         if not spilled:
             return []  # parts are read from the files as they are
         message = (
-            f"its blocks have up to {_mebibytes(largest)}, more than shuffle_bytes={budget}: to shuffle inside them, "
-            "each is unpacked into the cache folder before its first row is read, at most once an epoch in each loader "
-            f"process. That writes {_mebibytes(spilled)} an epoch, and takes up to "
-            f"{_mebibytes(most_kept(spilled, largest))} of disk at a time. To avoid it, write row groups (or files, "
-            f"where they are compressed) of at most {_mebibytes(budget)}"
+            f"rows of {_mebibytes(spilled)} are reached only by unpacking those before them (compressed lines, "
+            "archives or record batches; Parquet with pages of more than 4 MiB, or encrypted): they are unpacked into "
+            "the cache folder, at most once an epoch in each loader process, in blocks of up to "
+            f"{_mebibytes(largest)}, which takes up to {_mebibytes(most_kept(spilled, largest))} of disk at a time; "
+            "rows that are far from each other are shuffled less at the beginning of an epoch. To avoid it, write "
+            "Parquet with smaller pages (data_page_size, and for images write_batch_size), or files that are not "
+            "compressed"
         )
     elif budget and size > budget and blocks < _FEW_BLOCKS:
         message = (

@@ -625,6 +625,32 @@ def measure(
     screen.give({"job": str(job), "folder": str(folder / "lengths"), "sources": totals})
 
 
+@sources_app.command("cache")
+def show_cache(
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all of it that no process is reading.")] = False,
+    cache: Cache = CACHE,
+    as_json: AsJson = False,
+) -> None:
+    """Show what is kept of remote files on this host, or remove it."""
+    screen = Screen(as_json=as_json)
+    from overlord.readers.remote.range_cache import range_cache
+    from overlord.reports.pages import Row, terminal_table
+    from overlord.reports.summary import size
+
+    ranges = range_cache(Path(folder_of(cache)))
+    freed = ranges.clear() if clear else None
+    if freed is not None:
+        screen.show(f"{size(freed)} removed")
+    objects = sorted(ranges.names().items(), key=lambda pair: -pair[1][1])
+    total = sum(nbytes for _, (_, nbytes) in objects)
+    rows = [Row(url, (f"{entries:,}", size(nbytes))) for url, (entries, nbytes) in objects[:20]]
+    if rows:
+        screen.show(terminal_table("largest remote files kept", ("file", "ranges", "bytes"), rows))
+    screen.show(f"{number(len(objects), 'remote file')}, {size(total)} in {ranges.folder}")
+    listed = [{"url": url, "ranges": entries, "bytes": nbytes} for url, (entries, nbytes) in objects]
+    screen.give({"folder": str(ranges.folder), "bytes": total, "freed": freed, "files": listed})
+
+
 @import_app.callback()
 def _import() -> None:
     """Write the sources of a job from what another loader reads."""
@@ -788,6 +814,7 @@ EXAMPLES = {
     "sources preview": "job.yaml web --rows 5 --html samples.html",
     "sources lint": "job.yaml --rows 1000",
     "sources measure": "job.yaml web",
+    "sources cache": "--clear",
     "import energon": "metadataset.yaml --split train --out sources.jsonl",
     "steps show": "--store run1 --step 340 --rank 3",
     "steps diff": "run1 run2 --from 100",

@@ -29,6 +29,7 @@ from overlord.job_files import read_text
 from overlord.launch_spec import Launch
 from overlord.planning.strategies import follows_reports
 from overlord.readers.index import IndexCache
+from overlord.readers.remote.range_cache import range_cache
 from overlord.readers.source_files import SourceFiles
 from overlord.reports.collecting import Collector
 from overlord.reports.live import held_up_by
@@ -219,7 +220,7 @@ def check_job(
 
 def _list_source(source: Source, cache: str) -> None:
     """Check the files of a source whose tokenizer cannot be loaded; its columns too, if it needs none."""
-    index = IndexCache(Path(cache) / "index")
+    index = IndexCache(Path(cache) / "index", ranges=range_cache(Path(cache)))
     try:
         transform = make_transform(source, None)
     except SpecError:

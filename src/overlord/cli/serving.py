@@ -23,7 +23,7 @@ from overlord.cli.options import layout_words, resumed_words
 from overlord.cli.output import Screen, labelled
 from overlord.errors import ServiceLost, SpecError
 from overlord.launch_spec import Launch
-from overlord.reports.live import Mood, sentence_of
+from overlord.reports.live import Mood, remote_words, sentence_of
 from overlord.reports.pages import Row, terminal_table
 from overlord.reports.run_report import media_tables
 from overlord.reports.summary import count, media_of, number, share, size
@@ -212,9 +212,11 @@ def status_tables(status: dict[str, Any]) -> list[RenderableType]:
     ]
     sources = terminal_table(title, heads, rows)
     words, mood = sentence_of(status)
+    remote = remote_words(status.get("remote") or {})
     return [
         f"[{COLOURS[mood]}]{escape(words)}[/{COLOURS[mood]}]",
         sources,
+        *([remote] if remote else []),
         *bad,
         *media_tables(media_of(status["sources"])),
         *hosts,

@@ -33,6 +33,7 @@ from overlord.job.specs import (
     tokenizer_file,
 )
 from overlord.readers.index import IndexCache
+from overlord.readers.remote.range_cache import range_cache
 from overlord.readers.source_files import LengthSidecars, SourceFiles
 from overlord.reports.pages import Row, terminal_table
 from overlord.reports.summary import number, percent, size
@@ -138,7 +139,7 @@ def open_each(job: Job, sources: Sequence[Source], cache: Path, tell: Tell | Non
         except SpecError as error:
             found[source.name] = OpenSource(source, None, error)
     able = [source for source in sources if source.name in transforms]
-    index, isolate = IndexCache(cache / "index"), isolated()
+    index, isolate = IndexCache(cache / "index", ranges=range_cache(cache)), isolated()
     with closing(ThreadWorkers(LOADER_THREADS, "overlord-cli")) as workers:
         tried = try_sources(able, list(transforms.values()), index, workers, tell, isolate)
     for (name, transform), source, files in zip(transforms.items(), able, tried, strict=True):

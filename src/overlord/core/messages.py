@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.client_messages import AddSource, Message
+from overlord.core.client_messages import AddSource, Join, Message
 from overlord.core.ragged import Kind, Ragged, expand_ranges, gather_runs, offsets_of
 from overlord.core.samples import Cursor, MetaArray, Part
 
@@ -300,6 +300,17 @@ class HostProgress(Message, frozen=True):
     news: HostNews
 
 
+class JoinRequest(Message, frozen=True):
+    """Constructor host to planner host: a rank asks to go on at a step, with what the host tells of itself.
+
+    They are one message, so that a planner that has just replaced another does not answer before it has the news.
+    """
+
+    join: Join
+    host: int
+    news: HostNews
+
+
 class MetaRequests(Message, frozen=True):
     """Planner host to loader host: requests for metadata of some of its sources."""
 
@@ -331,6 +342,8 @@ class SourceReports(Message, frozen=True):
     sources: dict[int, dict[str, Any]]
     machine: dict[str, Any] | None = None
     """What the kernel of its machine has counted (`HostCounters`); where the workload was asked for."""
+    fetched: dict[str, int] = msgspec.field(default_factory=dict)
+    """What it and its processes have counted of requests for remote files; where the status was asked for."""
 
 
 class LoaderSnapshots(Message, frozen=True):
@@ -648,11 +661,12 @@ class ReaderRequest(Message, frozen=True, kw_only=True):
 
 
 class ReadHead(ReaderRequest, frozen=True, kw_only=True):
-    """Read the index of a file, the names of its columns, or what they hold."""
+    """Read the index of a file, the names of its columns, or what they hold; or begin to fetch blocks of it."""
 
-    what: Literal["index", "columns", "kinds"]
+    what: Literal["index", "columns", "kinds", "ahead"]
     format: str
     columns: tuple[str, ...]
+    blocks: tuple[int, ...] = ()
 
 
 class ReadBlock(ReaderRequest, frozen=True, kw_only=True):
@@ -665,6 +679,16 @@ class ReadBlock(ReaderRequest, frozen=True, kw_only=True):
     skip: int
     batch_rows: int
     scratch: str | None
+
+
+class ReadRows(ReaderRequest, frozen=True, kw_only=True):
+    """Read some rows of a block, which are the answer."""
+
+    format: str
+    block: int
+    columns: dict[str, Kind]
+    start: int
+    stop: int
 
 
 class NextRows(ReaderRequest, frozen=True, kw_only=True):
@@ -684,6 +708,8 @@ class RowsMade(Message, frozen=True, kw_only=True):
     """Seconds of a processor that it took."""
     waited_s: float = 0.0
     """Seconds that the process waited for storage or servers."""
+    fetched: dict[str, int] = msgspec.field(default_factory=dict)
+    """What it has counted of requests for remote files since its last answer (`FetchCounters`)."""
 
 
 class RowsFailed(Message, frozen=True):
@@ -694,7 +720,7 @@ class RowsFailed(Message, frozen=True):
     reason: str
 
 
-WorkerMessage = LoadFunction | RunFunction | ReadHead | ReadBlock | NextRows | RowsMade | RowsFailed
+WorkerMessage = LoadFunction | RunFunction | ReadHead | ReadBlock | ReadRows | NextRows | RowsMade | RowsFailed
 
 
 class Rows(Message, frozen=True):

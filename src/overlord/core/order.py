@@ -1,29 +1,38 @@
 """The order of one source: (seed, source, epoch, group, offset) -> (file, block, row), without replay.
 
 Rules of this file (the law, "Order"):
-1. A source is a list of files, a file a list of blocks, a block is read front to back.
-2. Per epoch the files are permuted and cut into windows by their sizes alone, so that only the
-   files of the window being reached need an index. Blocks are permuted inside their window, spread
-   so that neighbours come from different files where possible, and taken in groups.
-3. A group that fits `shuffle_bytes` is permuted row by row. A larger one is k streams, read front
-   to back, merged by a keyed permutation; k follows from `shuffle_bytes` and the mean row size.
-4. A block that is larger than `shuffle_bytes` (a Parquet row group of the default size, a compressed file) would be a
-   single stream, not shuffled. In a window with such a block all blocks are cut into parts (ranges of rows), and a
-   group takes parts of several blocks that together fit `shuffle_bytes`, permuted row by row.
-5. Nothing crosses an epoch. Groups are numbered window << 24 | number in the window, with bit 23 set in a window
-   that is cut: a cursor made before such windows were cut (or with another `shuffle_bytes`) names no group of it.
-
-6. A source that is ordered by a column (`SortedOrder`) has the same order in every epoch; a group is a run of it.
+1. A source is a list of files, a file a list of blocks.
+2. Per epoch the files are permuted and cut into windows by their sizes alone, so that only the files of the window
+   being reached need an index. Groups are numbered window << 24 | number in the window.
+3. A group that fits `shuffle_bytes` is permuted row by row: whole blocks where blocks are small, else parts of blocks.
+   The first groups of a window are small, so that the first rows of a source do not wait for many others: one part,
+   then two, four, and so on.
+4. Parts are ranges of rows of about `PART_BYTES`, half a page of Parquet. Where a reader reaches a range of rows at
+   once, the parts of all blocks of a window are permuted (`_CutGroups`).
+5. What has to be unpacked from its beginning (compressed lines and archives, pages too large to be read for a few rows)
+   is read front to back, of `LANES` files in turn. Parts are permuted inside spans, and these begin small: one part,
+   then two, four, and so on, up to `SPAN_BYTES` (`_RampGroups`). So the first rows of a window need only what its first
+   files begin with, and blocks behind those of a span need not be known.
+6. Blocks that cannot be cut are k streams, read front to back, merged by a keyed permutation; k follows from
+   `shuffle_bytes` and the mean row size.
+7. Nothing but sizes and counts of rows decides: those of the blocks, and whether rows of a block are reached without
+   the rows before them. Where a file is stored, or how it is read, does not.
+8. Nothing crosses an epoch.
+9. A source that is ordered by a column (`SortedOrder`) has the same order in every epoch; a group is a run of it.
 
 How a cursor is resolved: `windows` needs only the sizes of the files. The group number names a window; the files of
 that window are indexed, their blocks permuted and grouped (`_make_groups`), and the group number selects a group.
 `Group.locate` then maps offsets in the group to rows. Only one epoch's windows and one window's groups are kept.
+
+A change of this file that moves a row needs a new FINGERPRINT_VERSION: a state of another order is refused.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -38,10 +47,25 @@ ROUND_ROWS = 4096
 MAX_STREAMS = 32
 MIN_STREAMS = 2
 SPAN_BYTES = 256 << 20
-"""Bytes of the blocks that are read concurrently, at most, if they are more than two: some formats decompress a whole
-block to reach a row."""
+"""Bytes of blocks that are unpacked for the same groups, at most, if it is more than one part."""
+LANES = 2
+"""Files that are unpacked side by side, part by part."""
+PART_BYTES = 512 << 10
+"""Bytes of a part, in the columns that are read: about half a page of Parquet, which is decoded once for each part that
+it has rows of."""
+UNPACKED_PART_BYTES = 128 << 10
+"""The same of what is unpacked, where a part costs less."""
+FIRST_BYTES = 128 << 10
+"""Bytes of the first group of a window: hundreds of sources hold one each."""
+LARGE_ROWS = 4
+"""If no more rows than that are a part, each row is: pictures are shuffled one by one."""
+LEAST_PARTS = 4
+"""Parts of a group, even where `shuffle_bytes` has no room for as many of `PART_BYTES`."""
 WHOLE_BLOCKS = 64
-"""Blocks, or parts of blocks, of a group in memory, at most: each costs an open."""
+"""Blocks, or parts of blocks, of a group in memory, at most: each costs an open. Where `shuffle_bytes` has room for
+more, parts are larger."""
+_SMALL_SHARE = 8
+"""Blocks of this share of `shuffle_bytes` are small: groups of whole ones have several."""
 ROW_COST = 16
 """Bytes of a row beside its own when its group is permuted in memory: an entry in two arrays."""
 NO_GROUP = -1
@@ -50,7 +74,6 @@ SORTED_ROWS = 4096
 BEGIN = -2
 """In a cursor: the first group of an epoch. A source that is not drawn keeps it, so that nothing is indexed."""
 _GROUP_BITS = 24
-_CUT = 1 << (_GROUP_BITS - 1)
 
 Int64s = npt.NDArray[np.int64]
 
@@ -73,10 +96,20 @@ class FileBlocks:
     """Bytes of each block, decompressed, in the columns that are read."""
     divisible: bool = False
     """Whether blocks can be read in parts, and so may be cut where they are too large for a shuffle."""
+    unpacked: bool = False
+    """Whether rows of a block are reached only by unpacking those before them."""
+    more: Callable[[int], FileBlocks] | None = None
+    """Finds further blocks of a file that is indexed while it is unpacked, given how many are needed; None once all are
+    known."""
+
+    def at_least(self, count: int) -> FileBlocks:
+        """Return the index with so many blocks, if the file has as many."""
+        return self if self.more is None or len(self.rows) >= count else self.more(count)
 
     def has_large(self, shuffle_bytes: int) -> bool:
         """Whether a block cannot be shuffled within so many bytes unless it is cut."""
-        return self.divisible and shuffle_bytes > 0 and bool(((self.bytes > shuffle_bytes) & (self.rows > 1)).any())
+        large = self.bytes > shuffle_bytes // _SMALL_SHARE
+        return self.divisible and shuffle_bytes > 0 and bool((large & (self.rows > 1)).any())
 
 
 def rows_per_read(row_bytes: float, streams: int = 4) -> int:
@@ -230,7 +263,7 @@ class SourceOrder:
         self._index = index
         self._prepare = prepare
         self._windows: tuple[int, list[Int64s]] | None = None
-        self._groups: tuple[int, int, Sequence[Group]] | None = None
+        self._groups: tuple[int, int, _Groups] | None = None
         self._group: tuple[int, int, Group] | None = None
 
     def windows(self, epoch: int) -> list[Int64s]:
@@ -254,21 +287,20 @@ class SourceOrder:
         """Whether an epoch has a group of this number; may index its window."""
         if not 0 <= group >> _GROUP_BITS < len(self.windows(epoch)):
             return False
-        groups = self._window_groups(epoch, group >> _GROUP_BITS)
-        return bool(group & _CUT) == isinstance(groups, _CutGroups) and _number(group) < len(groups)
+        return self._window_groups(epoch, group >> _GROUP_BITS).has(_number(group))
 
     def group(self, epoch: int, group: int) -> Group:
         """Return one group; the last one is kept, as it is asked for many times."""
         found = self._group
         if found is None or found[:2] != (epoch, group):
-            found = (epoch, group, self._window_groups(epoch, group >> _GROUP_BITS)[_number(group)])
+            found = (epoch, group, self._window_groups(epoch, group >> _GROUP_BITS).at(_number(group)))
             self._group = found
         return found[2]
 
     def next_group(self, epoch: int, group: int) -> int:
         """Return the group that follows in this epoch, or NO_GROUP; may index the next window."""
         window = group >> _GROUP_BITS
-        if _number(group) + 1 < len(self._window_groups(epoch, window)):
+        if self._window_groups(epoch, window).has(_number(group) + 1):
             return group + 1
         return self._first_group_from(epoch, window + 1)
 
@@ -280,24 +312,25 @@ class SourceOrder:
 
     def _first_group_from(self, epoch: int, window: int) -> int:
         for number in range(window, len(self.windows(epoch))):
-            if self._prepare is not None:
-                self._prepare(self.windows(epoch)[number].tolist())
-            blocks = [self._index(int(f)) for f in self.windows(epoch)[number]]
-            if any(one.rows.sum() > 0 for one in blocks):
-                cut = any(one.has_large(self._shuffle_bytes) for one in blocks)
-                return number << _GROUP_BITS | (_CUT if cut else 0)
+            if self._window_groups(epoch, number).has(0):
+                return number << _GROUP_BITS
         return NO_GROUP
 
-    def _window_groups(self, epoch: int, window: int) -> Sequence[Group]:
+    def _window_groups(self, epoch: int, window: int) -> _Groups:
         if self._groups is None or self._groups[:2] != (epoch, window):
             self._groups = (epoch, window, self._make_groups(epoch, window))
         return self._groups[2]
 
-    def _make_groups(self, epoch: int, window: int) -> Sequence[Group]:
+    def _make_groups(self, epoch: int, window: int) -> _Groups:
         files = self.windows(epoch)[window]
+        if self._prepare is not None:
+            self._prepare(files.tolist())
         found = [self._index(int(f)) for f in files]
-        counts = np.array([len(p.rows) for p in found], np.int64)
         key = derive(self._key, "blocks", epoch, window)
+        if self._shuffle_bytes and any(one.unpacked for one in found):
+            return _RampGroups(key, files.tolist(), found, self._shuffle_bytes)
+        found = [one.at_least(1 << 62) for one in found]
+        counts = np.array([len(p.rows) for p in found], np.int64)
         order = np.arange(int(counts.sum()))
         if self._shuffle_bytes:
             order = _spread(key, np.repeat(np.arange(len(files)), counts), counts)
@@ -310,27 +343,9 @@ class SourceOrder:
             bytes=np.concatenate([p.bytes for p in found])[order],
             divisible=np.repeat([p.divisible for p in found], counts)[order],
         )
-        if any(one.has_large(self._shuffle_bytes) for one in found):
+        if blocks.bytes.sum() > self._shuffle_bytes and any(one.has_large(self._shuffle_bytes) for one in found):
             return _CutGroups(key, blocks, self._shuffle_bytes)
-        bounds, whole = _cut_groups(blocks.bytes, self._shuffle_bytes, blocks.row_bytes)
-        groups: list[Group] = []
-        for number in range(len(bounds) - 1):
-            chosen = slice(bounds[number], bounds[number + 1])
-            groups.append(
-                Group(
-                    key=derive(key, "rows", number),
-                    files=blocks.files[chosen],
-                    blocks=blocks.blocks[chosen],
-                    first=np.zeros_like(blocks.rows[chosen]),
-                    rows=blocks.rows[chosen],
-                    is_part=np.zeros(len(blocks.rows[chosen]), np.bool_),
-                    whole=whole,
-                    shuffled=self._shuffle_bytes > 0,
-                    row_bytes=blocks.row_bytes,
-                    num_rows=int(blocks.rows[chosen].sum()),
-                )
-            )
-        return groups
+        return _WholeGroups(key, blocks, self._shuffle_bytes)
 
 
 class SortedOrder(SourceOrder):
@@ -413,91 +428,264 @@ class _Blocks:
         return float(self.bytes.sum()) / max(1, int(self.rows.sum()))
 
 
-class _CutGroups(Sequence[Group]):
-    """The groups of a window with blocks that are cut into parts; a group is computed when it is accessed.
+class _Groups(Protocol):
+    """The groups of a window, which are computed when they are needed."""
 
-    1. The blocks, already permuted, are taken in spans: consecutive blocks that a reader can keep decoded at the same
-       time, at least two, up to `SPAN_BYTES`.
-    2. Every block is cut into equal ranges of rows, so that `WHOLE_BLOCKS` parts cost half of `shuffle_bytes`: the
-       parts of a group are in memory twice while they are joined. A part has at least one row.
-    3. All parts of a span are permuted and divided evenly among its groups. So a block is needed only during its span.
+    def has(self, number: int) -> bool:
+        """Whether there is a group of this number."""
+        ...
 
-    The number of groups of a span follows from its blocks alone, so that `len` and a lookup of the span need no parts;
-    only the permuted parts of the span in use are kept.
+    def at(self, number: int) -> Group:
+        """Return a group that there is."""
+        ...
+
+
+class _WholeGroups:
+    """The groups of a window whose blocks are not cut."""
+
+    def __init__(self, key: int, blocks: _Blocks, shuffle_bytes: int) -> None:
+        self._key = key
+        self._blocks = blocks
+        self._shuffled = shuffle_bytes > 0
+        self._bounds, self._whole = _cut_groups(blocks.bytes, shuffle_bytes, blocks.row_bytes)
+
+    def has(self, number: int) -> bool:
+        return 0 <= number < len(self._bounds) - 1
+
+    def at(self, number: int) -> Group:
+        blocks, chosen = self._blocks, slice(self._bounds[number], self._bounds[number + 1])
+        return Group(
+            key=derive(self._key, "rows", number),
+            files=blocks.files[chosen],
+            blocks=blocks.blocks[chosen],
+            first=np.zeros_like(blocks.rows[chosen]),
+            rows=blocks.rows[chosen],
+            is_part=np.zeros(len(blocks.rows[chosen]), np.bool_),
+            whole=self._whole,
+            shuffled=self._shuffled,
+            row_bytes=blocks.row_bytes,
+            num_rows=int(blocks.rows[chosen].sum()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _PartSizes:
+    """How large parts are, and how many of them make a group.
+
+    `shuffle_bytes` holds the parts of a group twice while they are joined.
+    """
+
+    shuffle_bytes: int
+    part_bytes: int
+
+    @property
+    def budget(self) -> int:
+        """Bytes of a group."""
+        return max(1, self.shuffle_bytes // 2)
+
+    @property
+    def part(self) -> int:
+        """Bytes of a part, at most, unless a row has more."""
+        return max(1, self.budget // WHOLE_BLOCKS, min(self.part_bytes, self.budget // LEAST_PARTS))
+
+    def count(self, rows: int, size: int) -> int:
+        """Return how many parts a block has."""
+        count = -(-(size + ROW_COST * rows) // self.part)
+        return max(1, rows if rows <= LARGE_ROWS * count else count)
+
+
+class _CutGroups:
+    """The groups of a window with blocks that are cut into parts, which are permuted over the whole window.
+
+    Every block is cut into equal ranges of rows. A group is a run of the permuted parts: one, then two, four, and so
+    on. The first part makes two groups if it is large: a quarter of it, and the rest.
     """
 
     def __init__(self, key: int, blocks: _Blocks, shuffle_bytes: int) -> None:
         self._key = key
         self._blocks = blocks
-        self._row_bytes = blocks.row_bytes
-        cost = blocks.bytes + ROW_COST * blocks.rows
-        budget = max(1, shuffle_bytes // 2)
-        parts = -(-cost // max(1, budget // WHOLE_BLOCKS))
-        self._parts = np.where(blocks.divisible, np.clip(parts, 1, blocks.rows), 1)
-        """How many parts each block has."""
-        self._spans = np.array(_cut_spans(blocks.bytes), np.int64)
-        parts_of = np.add.reduceat(self._parts, self._spans[:-1])
-        wanted = -(-np.add.reduceat(cost, self._spans[:-1]) // budget)
-        groups = np.minimum(np.maximum(wanted, -(-parts_of // WHOLE_BLOCKS)), parts_of)
-        self._groups = np.concatenate([[0], np.cumsum(groups)])
-        """The first group of each span, and the number of all groups."""
-        self._span: tuple[int, Int64s, Int64s] | None = None
+        sizes = _PartSizes(shuffle_bytes, PART_BYTES)
+        cut = zip(blocks.rows.tolist(), blocks.bytes.tolist(), blocks.divisible.tolist(), strict=True)
+        self._parts = np.array([sizes.count(rows, size) if divides else 1 for rows, size, divides in cut], np.int64)
+        self._first = np.cumsum(self._parts) - self._parts
+        """The number of the first part of each block, of all parts of the window."""
+        total = int(blocks.bytes.sum()) + ROW_COST * int(blocks.rows.sum())
+        self._most = min(WHOLE_BLOCKS, max(1, sizes.budget * int(self._parts.sum()) // total))
+        """Parts of a group, behind the first ones."""
+        self._order = permutation(derive(key, "parts"), int(self._parts.sum()))
+        _, first, stop = self._rows_of(self._order[:1])
+        is_large = (stop - first).sum() * blocks.row_bytes > 2 * FIRST_BYTES and (stop - first).sum() >= 4
+        self._cuts = [0, 1, 4] if is_large else [0, 4]
+        """Where the first part is cut, in quarters."""
 
-    def __len__(self) -> int:
-        return int(self._groups[-1])
+    def has(self, number: int) -> bool:
+        return number >= 0 and self._begin(number) < len(self._order)
 
-    def __getitem__(self, number: int) -> Group:  # type: ignore[override]
-        if not 0 <= number < len(self):
-            raise IndexError(number)
-        span = int(np.searchsorted(self._groups, number, side="right")) - 1
-        if self._span is None or self._span[0] != span:
-            self._span = (span, *self._permuted_parts(span))
-        _, block, part = self._span
-        begin, end = int(self._groups[span]), int(self._groups[span + 1])
-        low, high = ((number - begin + i) * len(block) // (end - begin) for i in (0, 1))
-        block, part = block[low:high], part[low:high]
-        order = np.lexsort((part, block))  # parts are read front to back; the rows of the group are permuted anyway
-        block, part = block[order], part[order]
-        of, rows = self._parts[block], self._blocks.rows[block]
-        first, stop = rows * part // of, rows * (part + 1) // of
+    def _begin(self, number: int) -> int:
+        """Return how many whole parts are in the groups before one."""
+        number = max(number - len(self._cuts) + 2, 0)
+        doublings = min(number, (self._most - 1).bit_length())
+        return (1 << doublings) - 1 + (number - doublings) * self._most
+
+    def _rows_of(self, parts: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+        """Return the block of each part, its first row, and the row it ends before."""
+        block = np.searchsorted(self._first, parts, side="right") - 1
+        part, of, rows = parts - self._first[block], self._parts[block], self._blocks.rows[block]
+        return block, rows * part // of, rows * (part + 1) // of
+
+    def at(self, number: int) -> Group:
+        if number < len(self._cuts) - 1:
+            block, first, stop = self._rows_of(self._order[:1])
+            begin, end = self._cuts[number : number + 2]
+            first, stop = first + (stop - first) * begin // 4, first + (stop - first) * end // 4
+        else:
+            block, first, stop = self._rows_of(np.sort(self._order[self._begin(number) : self._begin(number + 1)]))
         return Group(
             key=derive(self._key, "rows", number),
             files=self._blocks.files[block],
             blocks=self._blocks.blocks[block],
             first=first,
             rows=stop - first,
-            is_part=of > 1,
+            is_part=self._blocks.divisible[block],
             whole=True,
             shuffled=True,
-            row_bytes=self._row_bytes,
+            row_bytes=self._blocks.row_bytes,
             num_rows=int((stop - first).sum()),
         )
 
-    def _permuted_parts(self, span: int) -> tuple[Int64s, Int64s]:
-        """Return the block and the number in its block of every part of a span, in the order of its groups."""
-        low, high = int(self._spans[span]), int(self._spans[span + 1])
-        counts = self._parts[low:high]
-        block = np.repeat(np.arange(low, high), counts)
-        part = np.arange(len(block)) - np.repeat(np.cumsum(counts) - counts, counts)
-        order = permutation(derive(self._key, "parts", span), len(block))
-        return block[order], part[order]
+
+class _Part(NamedTuple):
+    """Some rows of a block that is unpacked front to back."""
+
+    file: int
+    block: int
+    first: int
+    rows: int
+    bytes: float
+    divisible: bool
 
 
-def _cut_spans(size: Int64s) -> list[int]:
-    """Return where each span begins, and the number of blocks: see `_CutGroups`."""
-    bounds, total = [0], 0
-    for at, one in enumerate(size.tolist()):
-        count = at - bounds[-1]
-        if count >= MAX_STREAMS or (count >= MIN_STREAMS and total + one > SPAN_BYTES):
-            bounds.append(at)
-            total = 0
-        total += one
-    return [*bounds, len(size)]
+class _Front(NamedTuple):
+    """What is read next."""
+
+    lanes: tuple[tuple[int, int, int], ...]
+    """Of each file that is read: its place in the window, a block, and a part of it. The first one is next."""
+    following: int
+    """The place of the first file that was not begun."""
+
+
+class _RampGroups:
+    """The groups of a window that is unpacked front to back.
+
+    1. `LANES` files give parts in turn, each front to back; where one ends, the next of the window takes its place.
+    2. The parts are taken in spans: of the bytes of one part, then of two, four, and so on, up to `SPAN_BYTES`.
+    3. The parts of a span are permuted and cut into groups that fit half of `shuffle_bytes`.
+
+    Where a span begins is kept as the lanes, so that any span is computed without those before it once they were
+    reached; only the parts of the span in use are kept.
+    """
+
+    def __init__(self, key: int, files: list[int], blocks: list[FileBlocks], shuffle_bytes: int) -> None:
+        self._key = key
+        self._files = files
+        self._blocks = blocks
+        self._sizes = _PartSizes(shuffle_bytes, UNPACKED_PART_BYTES)
+        lanes = min(LANES, len(files))
+        self._fronts = [_Front(tuple((place, 0, 0) for place in range(lanes)), lanes)]
+        """What is read next at the beginning of each span that was reached."""
+        self._first = [0]
+        """The first group of each of them."""
+        self._span: tuple[int, list[_Part], list[int]] | None = None
+
+    def has(self, number: int) -> bool:
+        return number >= 0 and self._find(number) is not None
+
+    def at(self, number: int) -> Group:
+        found = self._find(number)
+        if found is None:
+            raise IndexError(number)
+        parts = sorted(found)  # they are read front to back; the rows of the group are permuted anyway
+        rows = np.array([part.rows for part in parts], np.int64)
+        return Group(
+            key=derive(self._key, "rows", number),
+            files=np.array([self._files[part.file] for part in parts], np.int64),
+            blocks=np.array([part.block for part in parts], np.int64),
+            first=np.array([part.first for part in parts], np.int64),
+            rows=rows,
+            is_part=np.array([part.divisible for part in parts], np.bool_),
+            whole=True,
+            shuffled=True,
+            row_bytes=sum(part.bytes for part in parts) / max(1, int(rows.sum())),
+            num_rows=int(rows.sum()),
+        )
+
+    def _find(self, number: int) -> list[_Part] | None:
+        """Return the parts of a group."""
+        span = bisect.bisect_right(self._first, number) - 1
+        while True:
+            parts, bounds = self._span_at(span)
+            if not parts:
+                return None
+            at = number - self._first[span]
+            if at + 1 < len(bounds):
+                return parts[bounds[at] : bounds[at + 1]]
+            span += 1
+
+    def _span_at(self, span: int) -> tuple[list[_Part], list[int]]:
+        """Return the permuted parts of a span, and where each of its groups begins."""
+        if self._span is None or self._span[0] != span:
+            front, parts, total = self._fronts[span], list[_Part](), 0.0
+            room = min(self._sizes.part << min(span, _GROUP_BITS), SPAN_BYTES)
+            while total + self._sizes.part / 2 < room:  # parts have somewhat less bytes than that, rows perhaps more
+                part, front = self._take(front)
+                if part is None:
+                    break
+                parts.append(part)
+                total += part.bytes
+            parts = [parts[at] for at in permutation(derive(self._key, "parts", span), len(parts)).tolist()]
+            bounds = self._bounds(parts)
+            if len(self._fronts) == span + 1:
+                self._fronts.append(front)
+                self._first.append(self._first[span] + len(bounds) - 1)
+            self._span = (span, parts, bounds)
+        return self._span[1:]
+
+    def _bounds(self, parts: list[_Part]) -> list[int]:
+        bounds, total = [0], 0.0
+        for at, part in enumerate(parts):
+            cost = part.bytes + ROW_COST * part.rows
+            if at > bounds[-1] and (total + cost > self._sizes.budget or at - bounds[-1] >= WHOLE_BLOCKS):
+                bounds.append(at)
+                total = 0
+            total += cost
+        return [*bounds, len(parts)] if parts else [0]
+
+    def _take(self, front: _Front) -> tuple[_Part | None, _Front]:
+        """Return the next part, None behind the last, and what comes next."""
+        lanes, following = list(front.lanes), front.following
+        while lanes:
+            place, block, number = lanes.pop(0)
+            blocks = self._blocks[place] = self._blocks[place].at_least(block + 1)
+            if block == len(blocks.rows):
+                if following < len(self._files):
+                    lanes.insert(0, (following, 0, 0))
+                    following += 1
+                continue
+            rows, size = int(blocks.rows[block]), int(blocks.bytes[block])
+            of = self._sizes.count(rows, size) if blocks.divisible else 1
+            after = (place, block, number + 1) if number + 1 < of else (place, block + 1, 0)
+            if not rows:
+                lanes.insert(0, after)
+                continue
+            first, stop = rows * number // of, rows * (number + 1) // of
+            part = _Part(place, block, first, stop - first, size / of, blocks.divisible)
+            return part, _Front((*lanes, after), following)
+        return None, _Front((), following)
 
 
 def _number(group: int) -> int:
     """Return the number of a group inside its window."""
-    return group & (_CUT - 1)
+    return group & ((1 << _GROUP_BITS) - 1)
 
 
 def _cut_windows(order: Int64s, sizes: Int64s) -> list[Int64s]:
@@ -533,13 +721,14 @@ def _cut_groups(size: Int64s, shuffle_bytes: int, row_bytes: float) -> tuple[lis
         return list(range(len(size) + 1)), False
     if len(size) == 0:
         return [0], True
-    # Blocks that all fit, or are small, are read whole: as many per group as fit.
-    if size.sum() <= shuffle_bytes or size.max() <= shuffle_bytes // 8:
+    # Blocks that all fit, or are small, are read whole: as many per group as fit, and few in the first groups.
+    if size.sum() <= shuffle_bytes or size.max() <= shuffle_bytes // _SMALL_SHARE:
         bounds, total = [0], 0
+        room = FIRST_BYTES
         for at, one in enumerate(size.tolist()):
-            if at > bounds[-1] and (total + one > shuffle_bytes or at - bounds[-1] >= WHOLE_BLOCKS):
+            if at > bounds[-1] and (total + one > min(room, shuffle_bytes) or at - bounds[-1] >= WHOLE_BLOCKS):
                 bounds.append(at)
-                total = 0
+                total, room = 0, 2 * room
             total += one
         return [*bounds, len(size)], True
     # Otherwise a group is as many streams as fit.

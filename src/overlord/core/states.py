@@ -26,7 +26,8 @@ from overlord.core.samples import Cursor
 from overlord.core.spec_errors import is_finite, is_whole, list_some
 from overlord.errors import StateError
 
-STATE_VERSION = 3
+STATE_VERSION = 4
+"""Also that of the order of a source, which cursors are positions in."""
 
 Int64s = npt.NDArray[np.int64]
 P = ParamSpec("P")

@@ -420,5 +420,5 @@ class PageServer:
 if __name__ == "__main__":  # the process of `launch(dashboard=PORT)`: an address, and the descriptor of its socket
     name_process("page")
     page = PageServer(sys.argv[1], socket.socket(fileno=int(sys.argv[2])), os.environ.get(TOKEN_VARIABLE))
-    end_with_launcher(page.stop)
+    end_with_launcher()
     page.run()

@@ -28,7 +28,7 @@ from overlord.errors import OverlordError, SpecError
 from overlord.planning.balancing.evenness import in_lockstep, over_ranks, rank_loads
 from overlord.planning.costs import llama_12b
 from overlord.planning.strategies import vanilla
-from overlord.reports.live import sentence_of
+from overlord.reports.live import remote_words, sentence_of
 from overlord.runtimes.client_feed import ask_once
 from overlord.runtimes.transport.codec import raised
 from overlord.session import RunningService
@@ -212,6 +212,7 @@ def shown_status(status: Mapping[str, Any]) -> dict[str, Any]:
         "next_step": status["planner"]["next_step"],
         "clients": {"count": len(steps), "first": min(steps, default=None), "last": max(steps, default=None)},
         "store": status.get("store"),
+        "remote": remote_words(status.get("remote") or {}),
         "rates": {
             "step": max(steps, default=None),
             "steps_per_s": rates.get("steps_per_s"),

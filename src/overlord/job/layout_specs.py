@@ -26,6 +26,8 @@ OnSourceFailure = Literal["stop", "park", "reweight"]
 _XDG = os.environ.get("XDG_CACHE_HOME", "")
 DEFAULT_CACHE = os.path.join(_XDG if os.path.isabs(_XDG) else "~/.cache", "overlord")
 """Folder for the indices of files. Where XDG_CACHE_HOME is a relative path, its specification says to ignore it."""
+DEFAULT_CACHE_BYTES = 4 << 30
+"""What is kept of remote files in that folder, at most."""
 DEFAULT_HEARTBEAT_S = 5.0
 """Silence of a role after which it is replaced. All time limits of the runtimes are derived from it."""
 

@@ -320,7 +320,7 @@ __all__ = [
     "video_grid",
 ]
 
-FINGERPRINT_VERSION = 3
+FINGERPRINT_VERSION = 4
 
 Overlength = Literal["truncate", "split", "drop", "error"]
 

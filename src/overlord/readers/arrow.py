@@ -415,7 +415,7 @@ class ArrowReader(SchemaReader):
                 batch = reader.get_batch(number)
                 batch.validate()
                 blocks.append((batch.num_rows, _bytes_of(batch, paths.values()), number, number + 1))
-            return BlockIndex.of(blocks)
+            return BlockIndex.of(blocks, [not _is_compressed(native)] * len(blocks) if blocks else [])
         stream = ipc.open_stream(native)
         paths = require_columns(stream.schema, columns, file.path)
         start = native.tell()
@@ -423,7 +423,7 @@ class ArrowReader(SchemaReader):
             try:
                 batch = stream.read_next_batch()
             except StopIteration:
-                return BlockIndex.of(blocks)
+                return BlockIndex.of(blocks, [not _is_compressed(native)] * len(blocks) if blocks else [])
             stop = native.tell()
             batch.validate()
             blocks.append((batch.num_rows, _bytes_of(batch, paths.values()), start, stop))
@@ -445,6 +445,16 @@ class ArrowReader(SchemaReader):
                 yield to_rows(part, columns, file.path)
 
         return int(index.bytes[block]), rows
+
+    def rows(
+        self, file: StoredFile, index: BlockIndex, block: int, *, columns: Mapping[str, Kind], start: int, stop: int
+    ) -> RowBatch:
+        """Return rows start .. stop of a block; only they are looked at."""
+        mapped = file.map()
+        batch = _read_batch(mapped.native if mapped else file.open(), int(index.start[block]), block)
+        part = batch.slice(start, stop - start)
+        validate_columns(part, list(columns), file.path)
+        return to_rows(part, columns, file.path)
 
     def seeks(self, file: StoredFile) -> bool:
         """Return whether the file can be mapped and is not compressed."""

@@ -20,6 +20,9 @@ from pyarrow import fs
 
 from overlord.core.spec_errors import did_you_mean, nearest, unexpanded
 from overlord.errors import ReaderError, SourceError, SpecError, pip_install, shortened
+from overlord.readers.remote.object_store import OBJECT_SCHEMES, Bucket, RemoteObject, http_key
+from overlord.readers.remote.range_cache import RangeCache
+from overlord.readers.remote.range_files import ObjectListing, RemoteFile
 from overlord.storage import StorageOptions, check_options, filesystem_of
 
 try:
@@ -71,14 +74,25 @@ class StoredFile:
     """The largest line, or members of one sample, that are read."""
     beside: StoredFile | None = None
     """The file that is read with this one: the `.idx` of a Megatron `.bin`, the `index.json` of a chunk of litdata."""
+    remote: RemoteObject | None = field(default=None, repr=False, compare=False)
+    """The object that is fetched in ranges; None for a local file, and one of HDFS."""
+    ranges: RangeCache | None = field(default=None, repr=False, compare=False)
+    """Where ranges of a remote object are kept."""
 
     @property
     def is_local(self) -> bool:
         """Whether the file is on this host's disks."""
         return isinstance(self.filesystem, fs.LocalFileSystem)
 
+    @property
+    def compression(self) -> Compression | None:
+        """How the file is compressed as a whole, by its name."""
+        return compression_of_name(self.path)
+
     def open(self) -> pa.NativeFile:
         """Open for random access; not mapped, so that what was read takes no memory."""
+        if self.remote is not None:
+            return RemoteFile.open(self.remote, self.ranges)
         return self.filesystem.open_input_file(self.location)
 
     def map(self) -> MappedFile | None:
@@ -88,18 +102,20 @@ class StoredFile:
     @contextlib.contextmanager
     def open_stream(self, compression: Compression | None = None) -> Iterator[ByteStream]:
         """Open for reading front to back, decompressing on the way."""
-        if compression != "gzip":
-            with self.filesystem.open_input_stream(self.location, compression=compression) as native:
+        # pyarrow would hold 1 MiB for every open stream of gzip.
+        inner = None if compression == "gzip" else compression
+        if self.remote is not None:
+            opened = self.open()
+            native = opened if inner is None else pa.CompressedInputStream(opened, inner)
+        else:
+            buffered = _GZIP_BUFFER_BYTES if compression == "gzip" else None
+            native = self.filesystem.open_input_stream(self.location, compression=inner, buffer_size=buffered)
+        with native:
+            if compression != "gzip":
                 yield native
-            return
-        # pyarrow would hold 1 MiB for every open stream.
-        with (
-            self.filesystem.open_input_stream(
-                self.location, compression=None, buffer_size=_GZIP_BUFFER_BYTES
-            ) as native,
-            gzip.GzipFile(fileobj=native) as unzipped,
-        ):
-            yield unzipped
+                return
+            with gzip.GzipFile(fileobj=native) as unzipped:
+                yield unzipped
 
 
 def verify_unchanged(file: StoredFile) -> None:
@@ -110,6 +126,8 @@ def verify_unchanged(file: StoredFile) -> None:
     """
     if file.beside is not None:
         verify_unchanged(file.beside)
+    if file.remote is not None:
+        return  # every request names the version that was listed, and every answer is compared with it
     info = file.filesystem.get_file_info(file.location)
     if info.type is not fs.FileType.File:
         found = "is gone"
@@ -288,8 +306,14 @@ def _list_one(
     path: str, options: StorageOptions, format: str | None, suffixes: tuple[str, ...], choose: Choose | None
 ) -> tuple[list[StoredFile], list[str]]:
     """Return the files of one path, and the names of all files found there."""
+    scheme, is_url, rest = path.partition("://")
+    listing: ObjectListing | None = None
     if path.startswith(_HUB):
         filesystem, location, prefix = _hub_filesystem(path, options)
+    elif is_url and scheme.lower() in OBJECT_SCHEMES:
+        location, prefix = http_key(rest) if scheme.lower() in ("http", "https") else rest, f"{scheme.lower()}://"
+        listing = ObjectListing(scheme.lower(), options)
+        filesystem = fs.PyFileSystem(listing)
     else:
         filesystem, location, prefix = filesystem_of(path, options)
     location = location.rstrip("/") or "/"
@@ -328,9 +352,13 @@ def _list_one(
             filesystem=filesystem,
             location=info.path,
             beside=stored(beside, None) if beside is not None else None,
+            remote=listing.object_at(info.path) if listing is not None else _hub_object(info, prefix, options),
         )
 
-    return [stored(info, indices.get(info.path)) for info in infos], [i.path for i in others]
+    files = [stored(info, indices.get(info.path)) for info in infos]
+    if listing is not None:
+        listing.forget()
+    return files, [i.path for i in others]
 
 
 _HUB = "hf://"
@@ -363,6 +391,21 @@ def _hub_filesystem(url: str, options: StorageOptions) -> tuple[fs.FileSystem, s
             "a token."
         ) from error
     return fs.PyFileSystem(fs.FSSpecHandler(hub)), location, _HUB
+
+
+def _hub_object(info: fs.FileInfo, prefix: str, options: StorageOptions) -> RemoteObject | None:
+    """Return where the bytes of a file of the Hub are; None for a file from elsewhere."""
+    if prefix != _HUB:
+        return None
+    from huggingface_hub import constants, get_token
+
+    endpoint, token = str(options.get("endpoint") or constants.ENDPOINT), options.get("token") or get_token()
+    scheme, _, host = endpoint.rstrip("/").partition("://")
+    repository, _, path = info.path.partition("@")
+    commit, _, inside = path.partition("/")
+    key = f"{repository.removeprefix('models/')}/resolve/{commit}/{inside}"
+    bucket = Bucket.of(scheme, host, {"token": token} if token else {})
+    return RemoteObject(bucket, key, int(info.size or 0), 0, None, f"{_HUB}{info.path}", immutable=True)
 
 
 _Infos = list[fs.FileInfo]

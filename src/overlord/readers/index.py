@@ -18,6 +18,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,13 @@ from overlord.core.samples import FILE_SHIFT
 from overlord.errors import OverlordError, SourceError
 from overlord.readers.files import StoredFile, verify_unchanged
 from overlord.readers.reader import BlockIndex, DamagedFile, Reader, reason_of, unreadable
+from overlord.readers.remote.range_cache import RangeCache
 from overlord.readers.spill import HeldGroups
 from overlord.storage import create_private, make_private, replacing
 
 logger = logging.getLogger("overlord")
-_VERSION = 2
-_FIELDS = 5
+_VERSION = 3
+_FIELDS = 6
 _NUM_LOCKS = 256
 _MAP_FROM_BYTES = 64 << 10
 """Smaller entries are read, not mapped: a mapping holds a file descriptor, and there are thousands of files."""
@@ -49,8 +51,10 @@ class IndexCache:
     The folder is created if it is missing, and can be removed at any time: what is needed is built again.
     """
 
-    def __init__(self, folder: Path, group_bytes: int = 64 << 20) -> None:
+    def __init__(self, folder: Path, group_bytes: int = 64 << 20, ranges: RangeCache | None = None) -> None:
         self._folder = folder
+        self.ranges = ranges
+        """What is kept of remote files."""
         self.scratch = folder / "spill"
         """Folder for spilled rows; its files have no name, and are deleted when they are closed."""
         self.groups = HeldGroups(self.scratch, group_bytes)
@@ -116,7 +120,7 @@ class IndexCache:
         return self._folder / key[:2] / f"{key}.index"
 
     def _store(self, path: Path, index: BlockIndex) -> None:
-        self._write(path, np.stack([index.rows, index.bytes, index.start, index.stop, index.first_row]))
+        self._write(path, np.stack([getattr(index, name) for name in BlockIndex.__slots__]))
 
     def _write(self, path: Path, table: npt.NDArray[np.int64]) -> None:
         try:
@@ -126,6 +130,18 @@ class IndexCache:
                 f"cannot write the index {path}: {reason_of(error)}; every start would index all files "
                 "again. Choose a cache folder that can be written."
             ) from error
+
+    def with_ranges(self, files: Sequence[StoredFile], **changes: Any) -> list[StoredFile]:
+        """Return files whose ranges are kept here as they are fetched, with other changes."""
+        beside = [file.beside for file in files if file.beside is not None]
+        if self.ranges is not None:
+            self.ranges.keep_for([file.remote for file in [*files, *beside] if file.remote is not None])
+        return [
+            replace(
+                file, ranges=self.ranges, beside=file.beside and replace(file.beside, ranges=self.ranges), **changes
+            )
+            for file in files
+        ]
 
 
 def build_indices(
@@ -149,7 +165,7 @@ def _build(file: StoredFile, reader: Reader, columns: Sequence[str]) -> BlockInd
         attempts -= 1
         try:
             verify_unchanged(file)
-            index = reader.index(file, columns)
+            index = reader.index(file, columns).completed(lambda: reader.seeks(file))
             verify_unchanged(file)  # an index of a file that changed meanwhile would be wrong
             _check(index)
             return index

@@ -1,4 +1,4 @@
-"""JSON lines: a block is a run of whole lines of about 1 MiB, or the whole of a compressed file.
+"""JSON lines: a block is a run of whole lines of about 1 MiB.
 
 A line that is not UTF-8, not an object, or lacks a wanted column is a bad row; blank lines are no rows.
 
@@ -32,13 +32,14 @@ from overlord.core.ragged import (
     other_kind,
     sizes_column,
 )
-from overlord.readers.files import ByteStream, StoredFile, compression_of_name, verify_unchanged
+from overlord.readers.files import ByteStream, StoredFile, verify_unchanged
 from overlord.readers.reader import BLOCK_BYTES, HEAD_ROWS, BlockIndex, CompressibleReader
+from overlord.readers.unpacked import PlainFile
 
 _INT64 = range(-(1 << 63), 1 << 63)
 _LOCAL_CHUNK_BYTES = 64 << 10
 _REMOTE_CHUNK_BYTES = 256 << 10
-_INDEX_CHUNK_BYTES = 1 << 20
+_INDEX_CHUNK_BYTES = 256 << 10
 _MOST_CHUNK_BYTES = 16 << 20
 _HEAD_BYTES = 4 << 20
 """The head of a file, at most; a longer first line is still read completely."""
@@ -52,6 +53,7 @@ _PASSED_OVER = b"-"
 """Stands for a line that is not held in memory; it is not blank, so that it counts as a row."""
 _BLANKS = bytes(range(33))
 _NEWLINE = 10
+_NO_END = 1 << 62
 _LINES = "=lines"
 """The column of lines that are not parsed; "=" keeps its name apart from those of a source's columns."""
 
@@ -63,19 +65,22 @@ class JsonlReader(CompressibleReader):
 
     def index(self, file: StoredFile, columns: Sequence[str]) -> BlockIndex:
         """Find the blocks of a file; lines are counted, not parsed."""
-        whole = compression_of_name(file.path) is not None
-        blocks: list[tuple[int, int, int, int]] = []
+        with file.open_stream(file.compression) as native:
+            return BlockIndex.of(list(self.find_blocks(file, native, columns)))
+
+    def find_blocks(
+        self, file: StoredFile, native: ByteStream, columns: Sequence[str]
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (rows, bytes, start, stop) of the blocks of a stream, each as soon as its end is read."""
         start, at, rows = 0, 0, 0
-        with file.open_stream(compression_of_name(file.path)) as native:
-            for length, blank in _line_lengths(native):
-                at += length
-                rows += not blank
-                if at - start >= BLOCK_BYTES and not whole:
-                    blocks.append((rows, at - start, start, at))
-                    start, rows = at, 0
+        for length, blank in _line_lengths(native):
+            at += length
+            rows += not blank
+            if at - start >= BLOCK_BYTES:
+                yield rows, at - start, start, at
+                start, rows = at, 0
         if rows:
-            blocks.append((rows, at - start, start, at))
-        return BlockIndex.of(blocks)
+            yield rows, at - start, start, at
 
     def stream(
         self,
@@ -108,7 +113,7 @@ class JsonlReader(CompressibleReader):
 
 
 class LineReader(JsonlReader):
-    """Reads the lines of files that are not compressed, as they are: finding their ends takes little time."""
+    """Reads the lines of files as they are: finding their ends takes little time."""
 
     def stream(
         self,
@@ -167,7 +172,8 @@ def _chunks(file: StoredFile, start: int, stop: int, nbytes: int) -> Iterator[by
         # Opened for every chunk: the streams of hundreds of sources would hold more files than a process may open.
         with file.open() as native:
             chunk = native.read_at(min(max(_LOCAL_CHUNK_BYTES, nbytes), stop - start), start)
-        verify_unchanged(file)  # so it is not cut short, and the chunk is not empty
+        if not isinstance(file, PlainFile):
+            verify_unchanged(file)  # so it is not cut short, and the chunk is not empty
         start += len(chunk)
         yield chunk
 
@@ -238,13 +244,13 @@ def _lines(file: StoredFile, start: int, stop: int | None, most_passed: int | No
     Such a line is passed over without being held in memory; one with more than `most_passed` bytes is the last one.
     With `most_passed`, the lines also end where too many blank ones follow one another.
     """
-    compression = compression_of_name(file.path)
+    compression = file.compression
     chunk_bytes = _LOCAL_CHUNK_BYTES if file.is_local or compression else _REMOTE_CHUNK_BYTES
     with _open(file, start) as native:
         # A line may span several chunks: `parts` collects the beginning of a line until its newline comes.
-        left = stop - start if stop is not None else file.size
+        left = stop - start if stop is not None else _NO_END if compression else file.size
         parts, held, blank = list[bytes](), 0, 0
-        while chunk := native.read(chunk_bytes if compression else min(chunk_bytes, left)):
+        while chunk := native.read(min(chunk_bytes, left)):
             left -= len(chunk)
             head, newline, rest = chunk.partition(b"\n")
             held += len(head)
@@ -281,9 +287,10 @@ def _lines(file: StoredFile, start: int, stop: int | None, most_passed: int | No
 
 @contextlib.contextmanager
 def _open(file: StoredFile, start: int) -> Iterator[ByteStream]:
-    compression = compression_of_name(file.path)
-    if compression is not None:  # one block, which begins at 0
-        with file.open_stream(compression) as stream:
+    if file.compression is not None:
+        with file.open_stream(file.compression) as stream:
+            while start and (passed := stream.read(min(start, _INDEX_CHUNK_BYTES))):
+                start -= len(passed)
             yield stream
         return
     with file.open() as native:

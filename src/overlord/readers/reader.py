@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +25,8 @@ BLOCK_BYTES = 1 << 20
 HEAD_ROWS = 256
 """Rows of a file that decide the kinds of its columns, in formats without a schema."""
 
+_FIRST_BYTES = 8 << 20
+"""What is fetched ahead of a compressed file."""
 _LOCAL_WINDOW_BYTES = 4 << 10
 _REMOTE_WINDOW_BYTES = 256 << 10
 
@@ -37,6 +39,7 @@ class DamagedFile(OSError):
 
 
 Int64s = npt.NDArray[np.int64]
+UNKNOWN: Int64s = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +54,13 @@ class BlockIndex:
     stop: Int64s
     first_row: Int64s
     """Row of the file at which the block begins."""
+    seeks: Int64s = field(default_factory=lambda: UNKNOWN)
+    """1 where rows of the block are reached without those before them, 0 where it is unpacked from its beginning. The
+    order of a source depends on it, so it follows from the content of the file alone."""
 
     @classmethod
-    def of(cls, blocks: Sequence[tuple[int, int, int, int]]) -> BlockIndex:
-        """Build from (rows, bytes, start, stop) of each block.
+    def of(cls, blocks: Sequence[tuple[int, int, int, int]], seeks: Sequence[bool] | None = None) -> BlockIndex:
+        """Build from (rows, bytes, start, stop) of each block; without `seeks`, those are what the reader says.
 
         Example:
             >>> BlockIndex.of([(3, 30, 0, 40), (2, 20, 40, 70)]).first_row.tolist()
@@ -62,7 +68,12 @@ class BlockIndex:
         """
         table = np.array(blocks, np.int64).reshape(-1, 4).T
         rows = np.ascontiguousarray(table[0])
-        return cls(rows, table[1].copy(), table[2].copy(), table[3].copy(), np.cumsum(rows) - rows)
+        reached = UNKNOWN if seeks is None else np.array(seeks, np.int64)
+        return cls(rows, table[1].copy(), table[2].copy(), table[3].copy(), np.cumsum(rows) - rows, reached)
+
+    def completed(self, seeks: Callable[[], bool]) -> BlockIndex:
+        """Return the index with what its reader says of all blocks of a file, where it says nothing of each."""
+        return self if len(self.seeks) else replace(self, seeks=np.full(len(self.rows), seeks(), np.int64))
 
 
 SEEKABLE_BLOCK_BYTES = 16 << 20
@@ -106,7 +117,8 @@ class Reader(Protocol):
 
     A class of the user's own (`format="module:Class"`) may also have `suffixes`, the ends of the names of files that
     are data in a folder, in lower case; and `native`, True where native code decodes the files, which are then read in
-    reader processes. `overlord.testing.check_reader` tries it.
+    reader processes. A method `ranges(file, index, block, columns)` tells which bytes of a file a block takes, so that
+    those of remote files are fetched ahead. `overlord.testing.check_reader` tries it.
     """
 
     name: str
@@ -166,11 +178,17 @@ class Reader(Protocol):
 
 
 class CompressibleReader:
-    """What readers of JSON lines and tar shards share: a compressed file is one block, read from its beginning."""
+    """What readers of JSON lines and tar shards share: a compressed file is unpacked, and read as one that is not."""
+
+    def ranges(self, file: StoredFile, index: BlockIndex, block: int, columns: Sequence[str]) -> list[tuple[int, int]]:
+        """Return the bytes of a block; the first ones of a compressed file, which is read ahead from there."""
+        if compression_of_name(file.path) is not None:
+            return [(0, min(file.size, _FIRST_BYTES))]
+        return [(int(index.start[block]), int(index.stop[block]))]
 
     def divides(self, file: StoredFile) -> bool:
-        """Return whether a file is compressed: then it is one block."""
-        return compression_of_name(file.path) is not None
+        """Return whether a file is compressed: then its blocks are read in parts, as they are unpacked."""
+        return file.compression is not None
 
     def seeks(self, file: StoredFile) -> bool:
         """Return False: the rows before a part have to be read."""
@@ -250,9 +268,8 @@ def random_bytes(file: StoredFile, native: pa.NativeFile) -> RandomBytes:
 @contextlib.contextmanager
 def open_bytes(file: StoredFile) -> Iterator[FileBytes]:
     """Open a file that may be compressed as a whole; then its bytes can only be read front to back."""
-    compression = compression_of_name(file.path)
-    if compression is not None:
-        with file.open_stream(compression) as native:
+    if file.compression is not None:
+        with file.open_stream(file.compression) as native:
             yield ForwardBytes(native)
         return
     with file.open() as native:

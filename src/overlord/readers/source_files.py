@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,15 +45,17 @@ from overlord.errors import OverlordError, ReaderError, SourceError, SpecError
 from overlord.job.specs import MAX_ROW_BYTES, Source
 from overlord.readers.arrow import ArrowReader
 from overlord.readers.dataset_card import split_files
-from overlord.readers.files import StoredFile, compression_of_name, format_of_name, list_files, verify_unchanged
+from overlord.readers.files import StoredFile, format_of_name, list_files, verify_unchanged
 from overlord.readers.index import IndexCache, build_indices, file_identity, read_array, write_array
 from overlord.readers.jsonl import JsonlReader, LineReader, ParseLines, why_no_row
 from overlord.readers.mds import MdsReader
 from overlord.readers.megatron_files import MegatronReader
 from overlord.readers.parquet import ParquetReader
 from overlord.readers.reader import BlockIndex, Reader, Rows, missing_column, reason_of, unreadable
+from overlord.readers.remote.range_files import ahead_queue
 from overlord.readers.spill import HeldRows, SpilledBlock, SpilledBlocks, SpilledFiles, SpillPlace, spill_rows
 from overlord.readers.tar_shards import TarReader
+from overlord.readers.unpacked import UnpackedFile, UnpackedFiles
 from overlord.storage import StorageOptions
 
 logger = logging.getLogger("overlord")
@@ -157,9 +159,10 @@ class SourceFiles:
         suffixes = getattr(reader_of(format), "suffixes", ()) if format is not None else ()
         choose = functools.partial(split_files, config=config, split=split)
         listed = list_files(paths, storage_options, format=format, suffixes=suffixes, choose=choose)
-        self.files: list[StoredFile] = [dataclasses.replace(file, max_row_bytes=max_row_bytes) for file in listed]
+        self.files: list[StoredFile] = cache.with_ranges(listed, max_row_bytes=max_row_bytes)
         self.format = format_of(self.files, format)
-        self._reader = isolate(reader_of(self.format)) if isolate else reader_of(self.format)
+        self._plain_reader: Reader = reader_of(self.format)
+        self._reader = isolate(self._plain_reader) if isolate else self._plain_reader
         self._cache = cache
         self._pause = pause
         self._hold_nothing(columns)
@@ -174,6 +177,7 @@ class SourceFiles:
         self._indices: OrderedDict[int, BlockIndex] = OrderedDict()
         self._spilled = SpilledBlocks()
         self._spilled_files = SpilledFiles()
+        self._unpacked = UnpackedFiles()
         self.join = None
 
     @property
@@ -213,14 +217,35 @@ class SourceFiles:
         """Return the blocks of a file; it is indexed now if it is not in the cache."""
         return self._file_blocks(file_number, self._index(file_number))
 
+    def first_blocks(self, file_number: int) -> FileBlocks:
+        """Return the blocks of a file, as far as they are known without unpacking more of it than its first one."""
+        if not self._is_unpacked(file_number):
+            return self.blocks(file_number)
+        with self._lock:
+            known = self._indices.get(file_number)
+        known = known or self._cache.find(self.files[file_number], self._reader, list(self._own_kinds()))
+        return self._found_blocks(file_number, 1) if known is None else self._file_blocks(file_number, known)
+
+    def _found_blocks(self, file_number: int, count: int) -> FileBlocks:
+        with _parser_errors(self.files[file_number]):
+            index, complete = self._unpacked_file(file_number).blocks(count)
+        found = self._file_blocks(file_number, index)
+        return (
+            found if complete else dataclasses.replace(found, more=functools.partial(self._found_blocks, file_number))
+        )
+
     def indexed(self, file_number: int) -> FileBlocks | None:
         """Return the blocks of a file if it is in the cache, else None; the file is not read."""
         index = self._cache.find(self.files[file_number], self._reader, list(self._own_kinds()))
         return None if index is None else self._file_blocks(file_number, index)
 
     def prepare(self, file_numbers: Sequence[int]) -> None:
-        """Index the files that are not in the cache, in parallel."""
-        files = [self.files[number] for number in file_numbers]
+        """Index the files that are not in the cache, in parallel; not those that are indexed as they are unpacked."""
+        with self._lock:
+            unknown = [number for number in file_numbers if number not in self._indices]
+        files = [self.files[number] for number in unknown if not self._is_unpacked(number)]
+        if len(files) < 2:
+            return
         columns = list(self._own_kinds())
         missing = [file for file in files if self._cache.find(file, self._reader, columns) is None]
         if len(missing) > 1:
@@ -241,25 +266,69 @@ class SourceFiles:
             self._indices.clear()
         self._spilled.forget()
         self._spilled_files.forget()
+        self._unpacked.forget()
         if self.join is not None:
             self.join.forget()
 
     def spills_parts(self, file_number: int) -> bool:
-        """Return whether a block of a file that is read in parts must first be spilled to disk."""
-        file = self.files[file_number]
-        return self._reader.divides(file) and not self._reader.seeks(file)
+        """Return whether a block of a file that is read in parts must first be unpacked to disk."""
+        if self._is_unpacked(file_number):
+            return True
+        blocks = range(len(self._index(file_number).rows))
+        divides = self._reader.divides(self.files[file_number])
+        return divides and not all(self._reaches(file_number, block) for block in blocks)
+
+    def _reaches(self, file_number: int, block: int) -> bool:
+        """Return whether rows of a block are read without unpacking all of it; a remote record batch is read whole."""
+        local = self.files[file_number].is_local or self.format != "arrow"
+        return local and bool(self._index(file_number).seeks[block])
+
+    @property
+    def fetches(self) -> bool:
+        """Whether there are remote files, of which blocks can be fetched ahead."""
+        ranges = self._cache.ranges
+        return ranges is not None and ranges.is_on and any(file.remote is not None for file in self.files[:1])
+
+    def begin_epoch(self) -> None:
+        """Say that all files are read from now on: what the cache has of them is needed."""
+        if self._cache.ranges is not None:
+            self._cache.ranges.keep_for([file.remote for file in self.files if file.remote is not None], begins=True)
+
+    def fetch_ahead(self, files: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]) -> None:
+        """Begin to fetch blocks of remote files that will be read soon, in the background.
+
+        What cannot be fetched is no error here: it is one when it is read.
+        """
+        wanted: dict[int, list[int]] = {}
+        for file, block in zip(files.tolist(), blocks.tolist(), strict=True):
+            if self.files[file].remote is not None:
+                wanted.setdefault(file, []).append(block)
+
+        def begin(number: int, blocks: Sequence[int]) -> None:
+            # The blocks of a compressed file are found while it is unpacked; its beginning is fetched.
+            index = BlockIndex.of([]) if self._is_unpacked(number) else self._index(number)
+            file, columns = self.files[number], list(self._own_kinds())
+            remote_ahead = getattr(self._reader, "fetch_ahead", None)
+            if remote_ahead is not None:
+                remote_ahead(file, index, blocks, columns)
+            else:
+                begin_to_fetch(self._reader, file, index, blocks, columns)
+
+        for number, numbers in wanted.items():
+            ahead_queue().plan(lambda number=number, numbers=numbers: begin(number, numbers))  # type: ignore[misc]
 
     def row_base(self, file_number: int, block: int) -> int:
         """Return the row of the file at which a block begins."""
-        return int(self._index(file_number).first_row[block])
+        return int(self._index_to(file_number, block).first_row[block])
 
     def stream(
         self, file_number: int, block: int, *, skip: int = 0, stop: int | None = None, batch_rows: int
     ) -> Iterator[RowBatch]:
         """Yield the rows of one block front to back after skipping `skip`, at most `batch_rows` at a time.
 
-        With `stop`, the row to end before, a block is read in parts: it is decoded once for all of them and spilled to
-        disk. An I/O error is retried from the row that was reached; rows are never lost or duplicated.
+        With `stop`, the row to end before, a block is read in parts: where its reader reaches no row without those
+        before it, it is decoded once for all of them and spilled to disk. An I/O error is retried from the row that was
+        reached; rows are never lost or duplicated.
 
         Raises:
             ReaderError: The file has changed, is gone, or cannot be read after four attempts; or the disk of the
@@ -276,8 +345,8 @@ class SourceFiles:
     def _stream_own(
         self, file_number: int, block: int, skip: int, stop: int | None, batch_rows: int
     ) -> Iterator[RowBatch]:
-        file, index = self.files[file_number], self._index(file_number)
-        end = int(index.rows[block]) if stop is None else stop
+        file = self.files[file_number]
+        end = int(self._index_to(file_number, block).rows[block]) if stop is None else stop
         # `at` is the next row; every batch moves it on and resets the attempts, so that a retry begins where the stream
         # was, and only failures without any progress between them add up.
         at, attempt = skip, 0
@@ -303,14 +372,17 @@ class SourceFiles:
     ) -> Iterator[RowBatch]:
         """Yield rows of a block until something fails.
 
-        A whole block, or a part of one in a format that can seek, is read directly. Otherwise the first part decodes
-        the block once into a spill, from which all parts are read.
+        A whole block, or a part of one whose rows are reached, is read directly, a compressed file as it is unpacked.
+        Otherwise the first part decodes the block once into a spill, from which all parts are read.
         """
+        if self._is_unpacked(file_number):
+            yield from self._read_unpacked(file_number, block, start, stop, batch_rows)
+            return
         file, index, reader = self.files[file_number], self._index(file_number), self._reader
 
-        def decode(rows: int, skip: int, scratch: Path | None) -> Rows:
+        def decode(count: int, skip: int, scratch: Path | None) -> Rows:
             columns = self._own_kinds()
-            yield from reader.stream(file, index, block, columns=columns, skip=skip, batch_rows=rows, scratch=scratch)
+            yield from reader.stream(file, index, block, columns=columns, skip=skip, batch_rows=count, scratch=scratch)
 
         spilled = self._spilled.find((file_number, block)) if stop is not None else None
         if spilled is None:
@@ -318,15 +390,52 @@ class SourceFiles:
             if stop is None:
                 yield from decode(batch_rows, start, self._cache.scratch)
                 return
-            if reader.seeks(file):
-                yield from _first_rows(decode(min(batch_rows, stop - start), start, None), stop - start)
+            if self._reaches(file_number, block):
+                rows = rows_of_block(reader, file, index, block, columns=self._own_kinds(), start=start, stop=stop)
+                for at in range(0, num_rows(rows), batch_rows):
+                    yield slice_rows(rows, at, min(at + batch_rows, num_rows(rows)))
                 return
             size = int(index.bytes[block])
             place = SpillPlace(self._cache.scratch, f"block {block} of {file.path}", size)
-            rows = spill_rows(size / max(1, int(index.rows[block])))
-            spilled = self._spilled.add((file_number, block), lambda: decode(rows, 0, None), place)
+            count = spill_rows(size / max(1, int(index.rows[block])))
+            spilled = self._spilled.add((file_number, block), lambda: decode(count, 0, None), place)
         if spilled is not None:
             yield from spilled.rows(start, stop or 0, batch_rows)
+
+    def _read_unpacked(
+        self, file_number: int, block: int, start: int, stop: int | None, batch_rows: int
+    ) -> Iterator[RowBatch]:
+        unpacked = self._unpacked_file(file_number)
+        index, _ = unpacked.blocks(block + 1)
+        plain, end = unpacked.plain(int(index.stop[block])), int(index.rows[block]) if stop is None else stop
+        batches = self._plain_reader.stream(
+            plain, index, block, columns=self._own_kinds(), skip=start, batch_rows=batch_rows, scratch=None
+        )
+        try:
+            yield from _first_rows(batches, end - start)  # type: ignore[arg-type]
+        finally:
+            unpacked.release()
+
+    def _is_unpacked(self, file_number: int) -> bool:
+        """Return whether a file is unpacked front to back as far as it is needed."""
+        return self.files[file_number].compression is not None and hasattr(self._plain_reader, "find_blocks")
+
+    def _unpacked_file(self, file_number: int) -> UnpackedFile:
+        file = self.files[file_number]
+
+        def new() -> UnpackedFile:
+            found: Any = reader_of(self.format)
+            find = functools.partial(found.find_blocks, file, columns=list(self._own_kinds()))
+            return UnpackedFile(file, find, SpillPlace(self._cache.scratch, file.path, file.size))
+
+        return self._unpacked.of(file_number, new)
+
+    def _index_to(self, file_number: int, block: int) -> BlockIndex:
+        """Return an index that has a block."""
+        if not self._is_unpacked(file_number):
+            return self._index(file_number)
+        with _parser_errors(self.files[file_number]):
+            return self._unpacked_file(file_number).blocks(block + 1)[0]
 
     def take(self, numbers: npt.NDArray[np.int64]) -> RowBatch:
         """Return rows by their numbers (file << 32 | row), in this order; a number may come twice.
@@ -394,10 +503,11 @@ class SourceFiles:
 
     def unparsed(self) -> tuple[SourceFiles, ParseLines] | None:
         """Return the same files with rows that are not parsed, and what parses them; None where that is not apart."""
-        if self.format != "jsonl" or self.join is not None or any(compression_of_name(one.path) for one in self.files):
+        if self.format != "jsonl" or self.join is not None:
             return None
-        parse, other = ParseLines(self.kinds()), copy.copy(self)  # both have the same indices
-        other._reader, other._spilled, other._spilled_files = LineReader(), SpilledBlocks(), SpilledFiles()
+        parse, other = ParseLines(self.kinds()), copy.copy(self)  # both have the same indices and unpacked files
+        other._reader = other._plain_reader = LineReader()
+        other._spilled, other._spilled_files = SpilledBlocks(), SpilledFiles()
         return other, parse
 
     def check_sortable(self, order_by: str) -> None:
@@ -495,7 +605,9 @@ class SourceFiles:
     def _spilled_block(self, file_number: int, block: int, row: int) -> SpilledBlock | None:
         """Return a block from which parts are read, decoded now if it has to be; None where it needs no spill."""
         found = self._spilled.find((file_number, block))
-        if found is None and self.spills_parts(file_number):
+        if self._is_unpacked(file_number):
+            return None
+        if found is None and self._reader.divides(self.files[file_number]) and not self._reaches(file_number, block):
             for _ in self.stream(file_number, block, skip=row, stop=row + 1, batch_rows=1):
                 pass  # reading one row decodes the block, with the usual retries
             found = self._spilled.find((file_number, block))
@@ -524,7 +636,9 @@ class SourceFiles:
 
     def _file_blocks(self, file_number: int, index: BlockIndex) -> FileBlocks:
         more = 0 if self.join is None else self.join.row_bytes
-        return FileBlocks(index.rows, index.bytes + more * index.rows, self._reader.divides(self.files[file_number]))
+        divides = self._reader.divides(self.files[file_number])
+        unpacked = divides and (self._is_unpacked(file_number) or not index.seeks.all())
+        return FileBlocks(index.rows, index.bytes + more * index.rows, divides, unpacked)
 
     def _index(self, file_number: int) -> BlockIndex:
         with self._lock:
@@ -663,6 +777,34 @@ def _parser_errors(file: StoredFile) -> Iterator[StoredFile]:
         raise
     except Exception as error:
         raise unreadable(file, reason_of(error)) from error
+
+
+def begin_to_fetch(
+    reader: Reader, file: StoredFile, index: BlockIndex, blocks: Sequence[int], columns: Sequence[str]
+) -> None:
+    """Begin to fetch blocks of a remote file into the cache, where its reader knows their bytes before it reads."""
+    ranges = getattr(reader, "ranges", None)
+    if ranges is not None and file.remote is not None and file.ranges is not None:
+        spans = [span for block in blocks for span in ranges(file, index, block, columns)]
+        ahead_queue().put(file.remote, file.ranges, spans)
+
+
+def rows_of_block(
+    reader: Reader,
+    file: StoredFile,
+    index: BlockIndex,
+    block: int,
+    *,
+    columns: Mapping[str, Kind],
+    start: int,
+    stop: int,
+) -> RowBatch:
+    """Return rows start .. stop of a block that seeks."""
+    read = getattr(reader, "rows", None)
+    if read is not None:
+        return read(file, index, block, columns=columns, start=start, stop=stop)  # type: ignore[no-any-return]
+    batches = reader.stream(file, index, block, columns=columns, skip=start, batch_rows=stop - start, scratch=None)
+    return concat_rows(list(_first_rows(batches, stop - start)))  # type: ignore[arg-type]
 
 
 def _first_rows(batches: Rows, count: int) -> Iterator[RowBatch]:

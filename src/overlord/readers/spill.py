@@ -3,7 +3,8 @@ beyond what a host holds of them in memory.
 
 Rules of this file:
 1. A spill is an unnamed file: nothing is left behind, however the process ends.
-2. A process decodes one block at a time: the peak of memory is that of one block, not of every open stream.
+2. What is being decoded is bounded by bytes: the peak of memory is not that of every open stream. A block waits for no
+   other one, but for room.
 3. The rows come back exactly as they were written, column by column and type by type.
 4. A block that is read in parts is decoded once for all of them.
 5. Which groups are in memory depends on time; what is read from them does not.
@@ -59,14 +60,41 @@ BATCH_BYTES = 256 << 10
 RELEASE_BYTES = 256 << 10
 """How many bytes are read before their pages are released."""
 
+DECODED_BYTES = 128 << 20
+"""Bytes of blocks that are decoded at the same time, at most, or one block."""
+
 _UNNOTICED_BYTES = 3 << 19
 _STREAM_BYTES = 64 << 10
 _KEPT_BLOCKS = 4
 _ALIGNMENT = 8
-_ONE_AT_A_TIME = threading.Lock()
 
 Column = tuple[str, np.dtype[Any], bool]
 """A column of a spilled block: its name, the type of its values, and whether it is ragged."""
+
+
+class _Room:
+    """Bytes of blocks that a process decodes at the same time, at most, or one block."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most = self._free = most_bytes
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def taken(self, size: int) -> Iterator[None]:
+        """Wait until there is room for so many bytes."""
+        size = min(max(size, 0), self._most)
+        with self._changed:
+            self._changed.wait_for(lambda: size <= self._free)
+            self._free -= size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += size
+                self._changed.notify_all()
+
+
+_DECODING = _Room(DECODED_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +137,7 @@ def spilled(batches: Rows, place: SpillPlace, batch_rows: int) -> Iterator[RowBa
     Raises:
         ReaderError: The folder cannot be written, or its disk is full.
     """
-    with _ONE_AT_A_TIME:
-        block = _write(batches, place)
+    block = _write(batches, place)
     if block is not None:
         yield from block.rows(0, block.num_rows, batch_rows)
 
@@ -268,6 +295,7 @@ class SpilledBlocks:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._blocks: OrderedDict[Hashable, SpilledBlock] = OrderedDict()
+        self._writing: dict[Hashable, threading.Lock] = {}
 
     def find(self, key: Hashable) -> SpilledBlock | None:
         """Return a block that is kept."""
@@ -282,15 +310,18 @@ class SpilledBlocks:
         Raises:
             ReaderError: The folder cannot be written, or its disk is full.
         """
-        with _ONE_AT_A_TIME:
+        with self._lock:
+            writing = self._writing.setdefault(key, threading.Lock())
+        with writing:  # other threads that need this block wait here, and find it
             found = self.find(key)
             if found is not None:
                 return found
             self._make_room(place.size)  # before writing, to use no more disk than necessary
             found = _write(decode(), place)
-        if found is not None:
             with self._lock:
-                self._blocks[key] = found
+                if found is not None:
+                    self._blocks[key] = found
+                self._writing.pop(key, None)
         return found
 
     def forget(self) -> None:
@@ -323,11 +354,11 @@ class SpilledFiles:
         with self._lock:
             if file not in self._files:
                 if self._handle is None:
-                    self._handle = _scratch_file(place)
+                    self._handle = scratch_file(place)
                     weakref.finalize(self, self._handle.close)
                 with contextlib.closing(decode()) as batches:
                     batches_at, first_rows, self._end = _append(self._handle, batches, place, self._end)
-                with _disk_errors(place):
+                with disk_errors(place):
                     self._handle.flush()
                     mapped = mmap.mmap(self._handle.fileno(), 0, access=mmap.ACCESS_COPY)  # as `_write_batches`
                 self._files[file] = SpilledBlock(mapped, batches_at, first_rows)
@@ -447,16 +478,17 @@ def most_kept(total: int, largest: int) -> int:
 
 
 def _write(batches: Rows, place: SpillPlace) -> SpilledBlock | None:
-    """Write all rows of a block; the caller holds `_ONE_AT_A_TIME`."""
-    with contextlib.closing(batches):
+    """Write all rows of a block, once there is room to decode it."""
+    with _DECODING.taken(place.size), contextlib.closing(batches):
         block = _write_batches(batches, place)
     # The memory pool keeps freed memory; a block decoded by another thread would add to it.
     pa.default_memory_pool().release_unused()
     return block
 
 
-def _scratch_file(place: SpillPlace) -> Any:
-    with _disk_errors(place):
+def scratch_file(place: SpillPlace) -> Any:
+    """Return a file without a name, open for reading and writing."""
+    with disk_errors(place):
         make_private(place.folder)
         return tempfile.TemporaryFile(dir=place.folder)
 
@@ -468,7 +500,7 @@ def _append(
     columns: tuple[Column, ...] = ()
     written: list[tuple[tuple[Column, ...], array[int]]] = []
     first_rows = [0]
-    with _disk_errors(place):
+    with disk_errors(place):
         handle.seek(end)  # what was written behind it belongs to an attempt that failed
     for batch in batches:  # errors of the decoder are not errors of the disk
         found = tuple((name, _values(column).dtype, isinstance(column, Ragged)) for name, column in batch.items())
@@ -476,7 +508,7 @@ def _append(
         begins = array("q")
         for part in _arrays(batch):
             begins.append(end)
-            with _disk_errors(place):
+            with disk_errors(place):
                 handle.write(part.data)
                 handle.write(bytes(-part.nbytes % _ALIGNMENT))
             end += part.nbytes + -part.nbytes % _ALIGNMENT
@@ -486,11 +518,11 @@ def _append(
 
 
 def _write_batches(batches: Iterator[RowBatch], place: SpillPlace) -> SpilledBlock | None:
-    with _scratch_file(place) as handle:
+    with scratch_file(place) as handle:
         written, first_rows, end = _append(handle, batches, place, 0)
         if not end:
             return None
-        with _disk_errors(place):
+        with disk_errors(place):
             handle.flush()
             # Private, so that its arrays count as writable: numba would compile its kernels anew for others.
             mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -516,7 +548,8 @@ def _as_bytes(values: Array) -> Array:
 
 
 @contextlib.contextmanager
-def _disk_errors(place: SpillPlace) -> Iterator[None]:
+def disk_errors(place: SpillPlace) -> Iterator[None]:
+    """Turn what a disk raises into a ReaderError that says how much was needed, and where."""
     try:
         yield
     except OSError as error:

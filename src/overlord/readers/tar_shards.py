@@ -3,7 +3,7 @@
 The key is the path up to the first dot of the file's name, the column the rest: `dog/1.jpg` and
 `dog/1.json` are the columns `jpg` and `json` of `dog/1`. `json.caption` reaches into the json member, `*.jpg`
 is the list of all members with such an extension (`dog/1.0.jpg`, `dog/1.1.jpg`), in the order of the archive; it may be
-empty. A block is a run of whole samples of about 1 MiB, or the whole of a compressed archive.
+empty. A block is a run of whole samples of about 1 MiB.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from overlord.core.ragged import TOO_LARGE, Kind, RowBatch
-from overlord.readers.files import StoredFile, compression_of_name
+from overlord.readers.files import ByteStream, StoredFile
 from overlord.readers.jsonl import batches_of, kind_of_values, parse_object, reach
 from overlord.readers.reader import (
     BLOCK_BYTES,
@@ -25,6 +25,7 @@ from overlord.readers.reader import (
     CompressibleReader,
     DamagedFile,
     FileBytes,
+    ForwardBytes,
     cut_short,
     missing_column,
     open_bytes,
@@ -47,27 +48,14 @@ class TarReader(CompressibleReader):
 
     def index(self, file: StoredFile, columns: Sequence[str]) -> BlockIndex:
         """Find the blocks of a shard by its headers; payloads are not read."""
-        whole = compression_of_name(file.path) is not None
-        wanted = _members_of(columns)
-        seen: dict[str, None] = {}
-        lacking = [column for column in columns if column != KEY_COLUMN]
-        blocks: list[tuple[int, int, int, int]] = []
-        rows, size, start, stop = 0, 0, 0, 0
         with open_bytes(file) as source:
-            for sample in _samples(source, 0, None, _members_of(())):
-                if rows and sample.start - start >= BLOCK_BYTES and not whole:
-                    blocks.append((rows, size, start, sample.start))
-                    rows, size, start = 0, 0, sample.start
-                rows, stop = rows + 1, sample.stop
-                size += sum(m.size for e, m in sample.members.items() if wanted(e))
-                if len(seen) < _SHOWN_COLUMNS:
-                    seen.update(dict.fromkeys(sample.members))
-                lacking = [column for column in lacking if not any(map(_members_of([column]), sample.members))]
-        if rows:
-            blocks.append((rows, size, start, stop))
-            if lacking:
-                raise missing_column(file.path, lacking[0], [*list(seen)[:_SHOWN_COLUMNS], KEY_COLUMN])
-        return BlockIndex.of(blocks)
+            return BlockIndex.of(list(_find_blocks(file, source, columns)))
+
+    def find_blocks(
+        self, file: StoredFile, native: ByteStream, columns: Sequence[str]
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (rows, bytes, start, stop) of the blocks of a stream, each as soon as its end is read."""
+        return _find_blocks(file, ForwardBytes(native), columns)
 
     def stream(
         self,
@@ -116,6 +104,26 @@ class TarReader(CompressibleReader):
                 if len(head) == HEAD_ROWS or sample.stop >= _HEAD_BYTES:
                     break
         return head
+
+
+def _find_blocks(file: StoredFile, source: FileBytes, columns: Sequence[str]) -> Iterator[tuple[int, int, int, int]]:
+    wanted = _members_of(columns)
+    seen: dict[str, None] = {}
+    lacking = [column for column in columns if column != KEY_COLUMN]
+    rows, size, start, stop = 0, 0, 0, 0
+    for sample in _samples(source, 0, None, _members_of(())):
+        if rows and sample.start - start >= BLOCK_BYTES:
+            yield rows, size, start, sample.start
+            rows, size, start = 0, 0, sample.start
+        rows, stop = rows + 1, sample.stop
+        size += sum(m.size for e, m in sample.members.items() if wanted(e))
+        if len(seen) < _SHOWN_COLUMNS:
+            seen.update(dict.fromkeys(sample.members))
+        lacking = [column for column in lacking if not any(map(_members_of([column]), sample.members))]
+    if rows:
+        if lacking:
+            raise missing_column(file.path, lacking[0], [*list(seen)[:_SHOWN_COLUMNS], KEY_COLUMN])
+        yield rows, size, start, stop
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from overlord.reports.summary import percent
+from overlord.reports.summary import count, percent, size
 from overlord.scaling.autoscaler import WAITING
 
 Mood = Literal["well", "waiting", "failing"]
@@ -18,6 +18,25 @@ UNEXPLAINED = 0.05
 """Share of the time that trainers must wait before a wait without a known reason is mentioned."""
 LONG_S = 10.0
 """A step that is waited for longer than this is mentioned as such."""
+
+
+def remote_words(remote: Mapping[str, float]) -> str | None:
+    """Return what was asked of object stores, in one line; None where nothing is remote.
+
+    Example:
+        >>> counts = {"requests": 1200, "bytes": 9.6e9, "retries": 3, "hedges": 0, "hits": 100, "hit_bytes": 3.2e9}
+        >>> remote_words({**counts, "refreshed": 0, "damaged": 0, "p50_s": 0.032, "p99_s": 0.09}).replace("\u202f", " ")
+        'remote files: 9.60 GB in 1,200 requests of 32 ms (99 %: 90 ms), 3 repeated, 25 % from the cache'
+    """
+    if not remote.get("requests") and not remote.get("hits"):
+        return None
+    took = f"{1e3 * remote['p50_s']:.0f} ms (99 %: {1e3 * remote['p99_s']:.0f} ms)"
+    words = f"remote files: {size(remote['bytes'])} in {count(remote['requests'])} requests of {took}"
+    said = {"retries": "repeated", "hedges": "sent twice", "damaged": "damaged entries of the cache"}
+    words += "".join(f", {count(remote[name])} {what}" for name, what in said.items() if remote[name])
+    if remote["hits"]:
+        words += f", {percent(remote['hit_bytes'] / max(1.0, remote['hit_bytes'] + remote['bytes']))} from the cache"
+    return words
 
 
 def sentence_of(status: Mapping[str, Any]) -> tuple[str, Mood]:

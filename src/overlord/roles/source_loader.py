@@ -236,6 +236,19 @@ class Blocks(Protocol):
         """Return rows of blocks that are read in parts, in any order; None where only `stream` reads them."""
         ...
 
+    @property
+    def fetches(self) -> bool:
+        """Whether there are remote files, of which blocks can be fetched ahead."""
+        ...
+
+    def begin_epoch(self) -> None:
+        """Say that an epoch begins: all that is kept of remote files is needed in it."""
+        ...
+
+    def fetch_ahead(self, files: Int64s, blocks: Int64s) -> None:
+        """Begin to fetch blocks that will be read soon."""
+        ...
+
     def row_base(self, file: int, block: int) -> int:
         """Return the first row of a block, counted from the start of its file."""
         ...
@@ -530,6 +543,7 @@ class SourceLoader:
         """The name of its source."""
         self._files = files
         self._order = order
+        self._fetched_for: tuple[int, int] | None = None
         self._transform = transform
         self._seed = job.seed
         self._context_length = job.batch.context_length
@@ -628,7 +642,21 @@ class SourceLoader:
     def group(self, cursor: Cursor) -> Group:
         """Return the group of a cursor."""
         with self.reading():
-            return self._order.group(cursor.epoch, cursor.group)
+            group = self._order.group(cursor.epoch, cursor.group)
+            if self._files.fetches and self._fetched_for != cursor[:2]:
+                is_first = self._fetched_for is None
+                if self._fetched_for is None or self._fetched_for[0] < cursor.epoch:
+                    self._files.begin_epoch()
+                self._fetched_for = cursor[:2]
+                if not is_first:  # the first step of all sources comes before the second group of any
+                    self._fetch_ahead(cursor.epoch, cursor.group, group)
+            return group
+
+    def _fetch_ahead(self, epoch: int, number: int, group: Group) -> None:
+        """Begin to fetch a group that begins, and the one behind it in its window."""
+        groups = [group, *([self._order.group(epoch, number + 1)] if self._order.has_group(epoch, number + 1) else [])]
+        for one in groups:
+            self._files.fetch_ahead(one.files, one.blocks)
 
     def missing(self, cursor: Cursor, stop: int) -> int:
         """Return the first offset from a cursor on that is not measured; `stop` if all are."""
@@ -771,9 +799,9 @@ class SourceLoader:
         if not inside:
             raise StateError(
                 f"source {self.name!r} has no row at epoch {epoch}, group {group}, offset {offset}, which is "
-                "its cursor in the state; resuming would lose or repeat samples. The state is damaged, or it was saved "
-                "by an older version, which did not shuffle inside blocks larger than shuffle_bytes. Use an undamaged "
-                "state of this version, or start without one."
+                "its cursor in the state; resuming would lose or repeat samples. The state is damaged, or files of the "
+                "source were replaced by others of the same names and sizes. Use an undamaged state, put the files "
+                "back, or start without a state."
             )
 
     def _pick(self, meta: MetaArray) -> list[tuple[Chunk, npt.NDArray[np.int64]]]:

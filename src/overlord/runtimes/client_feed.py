@@ -604,8 +604,10 @@ class LocalFeed:
                 barrier = self._barrier("attaching")
                 barrier.wait(error)
             except (OSError, ServiceLost) as error:
-                # Where there is no socket the address is wrong; where there is one without an answer, it is not.
+                # Where there is no socket the address is wrong; where there is one without an answer, it is not. In the
+                # folder of a service with several processes the sockets are away while their processes are replaced.
                 there = reached or isinstance(error.__cause__, ConnectionRefusedError)
+                there = there or socket_path(self._address).is_dir()
                 if what_it_does(self._folder) is not None:  # its launcher is starting it, however long that takes
                     barrier.away_since = time.monotonic()
                 if not there or time.monotonic() - barrier.away_since > FIRST_ATTACH_S:

@@ -17,7 +17,7 @@ from overlord.errors import OverlordError, SourceError
 from overlord.readers.files import StoredFile
 from overlord.readers.index import IndexCache
 from overlord.readers.reader import BlockIndex, Reader
-from overlord.readers.source_files import SourceFiles, reader_of
+from overlord.readers.source_files import SourceFiles, reader_of, rows_of_block
 
 _BATCH_ROWS = (1, 3, 256)
 _MOST_SKIPS = 16
@@ -86,7 +86,7 @@ def _open(format: str, paths: list[str], cache: Path, columns: list[str] | None 
 
 def _check_file(reader: Reader, file: StoredFile, kinds: Mapping[str, Kind], scratch: Path) -> list[dict[str, Any]]:
     columns = list(kinds)
-    index, again = reader.index(file, columns), reader.index(file, columns)
+    index, again = (reader.index(file, columns).completed(lambda: reader.seeks(file)) for _ in range(2))
     for field in BlockIndex.__slots__:
         first, second = getattr(index, field), getattr(again, field)
         assert np.array_equal(first, second), f"{file.path}: index() tells another {field!r} when it is called again"
@@ -112,6 +112,11 @@ def _check_file(reader: Reader, file: StoredFile, kinds: Mapping[str, Kind], scr
         for skip, batch_rows in itertools.product([*range(0, promised, step), promised], _BATCH_ROWS):
             found = _rows_of(stream(skip, batch_rows), kinds, batch_rows, where)
             assert found == whole[skip:], f"{where}: from row {skip} on, {batch_rows} at a time, the rows are others"
+            if skip < promised and index.seeks[block]:
+                stop = min(skip + batch_rows, promised)
+                part = rows_of_block(reader, file, index, block, columns=kinds, start=skip, stop=stop)
+                found = _rows_of(iter([part]), kinds, batch_rows, where)
+                assert found == whole[skip:stop], f"{where}: rows {skip} to {stop} alone are others"
         for column, kind in kinds.items():
             alone = _rows_of(stream(0, 7, {column: kind}), {column: kind}, 7, where)
             marked = [row for row in range(promised) if not whole[row][BAD_COLUMN]]

@@ -335,7 +335,7 @@ function show(seen) {
   document.title = `${seen.rates.step ?? "–"} · overlord`;
   const then = seen.next_mesh ? `, from step ${seen.next_mesh.step} on ${seen.next_mesh.mesh}` : "";
   $("facts").replaceChildren(...[`${seen.runtime} service`, `mesh ${seen.mesh}${then}`, `${seen.clients.count} ranks attached`,
-    `store ${seen.store?.place ?? "none"}`].map(text => element("li", text)));
+    `store ${seen.store?.place ?? "none"}`, ...(seen.remote ? [seen.remote] : [])].map(text => element("li", text)));
   const { rates, clients } = seen;
   const behind = clients.last === null || clients.first === clients.last ? "all ranks" : `the last rank is at ${clients.first}`;
   const tiles = [["step", count(rates.step), behind], ["steps/s", count(rates.steps_per_s), rates.seconds === null ? "not known yet" : `over ${Math.round(rates.seconds)} s`, "steps_per_s"],

@@ -93,6 +93,7 @@ def metrics_of(status: Mapping[str, Any]) -> Iterator[Metric]:
     yield _gauge("views_bytes", "Bytes of batches that wait for their ranks.", status["buffers"]["views_bytes"])
     yield _gauge("store_bytes", "Bytes of the journal and the snapshots.", status["store"]["bytes"])
     yield _gauge("store_failing", "Whether the store fails, so that planning pauses.", bool(status["store"]["error"]))
+    yield from _remote_metrics(status.get("remote") or {})
     yield from _role_metrics(status.get("hosts") or ())
     yield from _source_metrics(status["sources"])
     yield from _report_metrics(status.get("reports") or {})
@@ -110,6 +111,30 @@ def metrics_of(status: Mapping[str, Any]) -> Iterator[Metric]:
     for name, workers in (scaling.get("needs") or {}).items():
         needs.add_metric([name], workers)
     yield needs
+
+
+_OF_REMOTE: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "requests": ("requests_total", "Requests to object stores."),
+        "bytes": ("bytes_total", "Bytes that came from object stores."),
+        "retries": ("retries_total", "Requests that failed and were repeated."),
+        "hedges": ("hedges_total", "Requests that were late and sent a second time."),
+        "refreshed": ("credentials_refreshed_total", "Times that credentials were refused and looked up again."),
+        "hits": ("cache_hits_total", "Reads of remote files that the cache on disk answered."),
+        "hit_bytes": ("cache_hit_bytes_total", "Bytes of them."),
+        "damaged": ("cache_damaged_total", "Entries of the cache that were damaged, and fetched again."),
+        "p50_s": ("latency_p50_seconds", "Seconds that half of the requests took at most."),
+        "p99_s": ("latency_p99_seconds", "Seconds that 99 % of the requests took at most."),
+    }
+)
+"""Figures of remote files in a status: their name as a metric, and what they say."""
+
+
+def _remote_metrics(remote: Mapping[str, float]) -> Iterator[Metric]:
+    for key, (name, says) in _OF_REMOTE.items():
+        if key in remote:
+            kind = _counter if name.endswith("_total") else _gauge
+            yield kind(f"remote_{name}", says, remote[key])
 
 
 def _report_metrics(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:

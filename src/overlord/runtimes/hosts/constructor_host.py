@@ -159,8 +159,10 @@ class ClientConnection:
         if at is not None and request.lineage != begin.lineage and at != begin.first_step:
             raise left_behind(f"step {at}, where rank {rank} is,", begin.first_step)
         if at is None and request.step is not None:
-            context.planner.tell(context.server.news())  # also which ranks have gone
-            joined = context.planner.ask(msg.Join(rank, request.step, request.state))
+            for other in list(context.connections.values()):
+                if other.hung_up:  # its thread may wait for a step, and does not notice
+                    context.server.lose(other.client)
+            joined = context.planner.join(msg.Join(rank, request.step, request.state), context.server.news())
             if isinstance(joined, msg.RanksMissing):
                 return joined
             found, at = joined, request.step
@@ -193,6 +195,11 @@ class ClientConnection:
                 )
             time.sleep(0.05)
         return False
+
+    @property
+    def client(self) -> int | None:
+        """The number of the client among those that are attached."""
+        return self._client
 
     @property
     def pid(self) -> int:

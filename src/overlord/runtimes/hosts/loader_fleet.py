@@ -163,6 +163,11 @@ class LoaderFleet:
         if self._retry is not None:
             self._retry.end()
 
+    def forget(self) -> None:
+        """Let go of open and unpacked files: a service that was closed may be referred to for long."""
+        for pool in self._pools.values():
+            pool.rest(Cursor(-1, -1, -1))
+
     @property
     def sources(self) -> Sequence[int]:
         """The sources that are loaded here."""

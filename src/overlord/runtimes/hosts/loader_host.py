@@ -32,6 +32,7 @@ from overlord.core.order import BEGIN
 from overlord.core.samples import Cursor
 from overlord.errors import OverlordError, SourceError
 from overlord.job.specs import Source, source_digest
+from overlord.readers.remote.fetching import fetcher
 from overlord.readers.source_files import SourceFiles
 from overlord.roles.poisoned_rows import verdicts_from_json
 from overlord.runtimes.hosts.host_counters import read_host_counters
@@ -60,6 +61,11 @@ class LoaderHost(RoleHost):
             if at_once
             else given.worker_threads,
         )
+        self._fetched_before = (
+            fetcher().counters.totals()
+        )  # by another service of this process, with the inline runtime
+        self._fleets: list[LoaderFleet] = []
+        self._ends.callback(self._forget_files)  # last of all: no thread reads any more
         isolate = self._environment.isolate(self._options, self._ends)
         self._executors = self._environment.executors(self._options.threads, self._options.worker_threads, self._ends)
         isolate_reader = self._environment.isolate_reader(self._options, self._ends)
@@ -75,6 +81,10 @@ class LoaderHost(RoleHost):
         wrong = {names[number]: error for number, error in found.items() if isinstance(error, OverlordError)}
         missing = {name: (type(error).__name__, str(error)) for name, error in wrong.items()}
         return OpenedSources(self._facts_of(self._files), missing)
+
+    def _forget_files(self) -> None:
+        for fleet in self._fleets:
+            fleet.forget()
 
     @property
     def fleet(self) -> LoaderFleet:
@@ -104,6 +114,7 @@ class LoaderHost(RoleHost):
         index_first_windows(job, self._files, cursors, weights, self._executors.callers, self._count)
         self._verdicts = RemoteVerdicts(self._peers, verdicts_from_json(message.verdicts, job.names))
         fleet = self._fleet = make_fleet(self._prepared, self._files, self._verdicts, self._executors)
+        self._fleets.append(fleet)
         fleet.followers = self._workers_for("shadows")
         fleet.restore(message.snapshots)
         self._ends.callback(fleet.interrupt)
@@ -196,7 +207,8 @@ class LoaderHost(RoleHost):
     def status(self, message: SomeSources) -> SourceReports:
         """Tell what the loaders of some sources hold and have met."""
         found = self._fleet.status()
-        return SourceReports({source: found[source] for source in message.sources if source in found})
+        reports = {source: found[source] for source in message.sources if source in found}
+        return SourceReports(reports, fetched=fetcher().counters.since(self._fetched_before))
 
     def snapshot(self, message: SomeSources) -> LoaderSnapshots:
         """Tell what a loader that takes the place of one here must know, of some sources."""
@@ -241,7 +253,8 @@ class LoaderHost(RoleHost):
         return known is None or source_digest(source, files.listing_digest()) == known
 
     def _facts_of(self, opened: Mapping[int, SourceFiles]) -> dict[str, SourceFacts]:
-        return {self._prepared.job.names[number]: facts_of(files) for number, files in opened.items()}
+        names = self._prepared.job.names
+        return {names[number]: facts_of(files) for number, files in opened.items()}
 
     def _count(self, what: str, done: int, of: int) -> None:
         self.sources_opened = done

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from overlord.core.client_messages import Request
+from overlord.core.client_messages import Beginning, Join, RanksMissing, Request
 from overlord.core.messages import (
     Follow,
     GiveUpRow,
@@ -26,6 +26,7 @@ from overlord.core.messages import (
     HandOver,
     HostNews,
     HostProgress,
+    JoinRequest,
     LoaderSnapshots,
     MetaDelta,
     MetaRequest,
@@ -41,6 +42,7 @@ from overlord.core.messages import (
 from overlord.core.plan import LoadingPlan, plan_from_bytes, plan_to_bytes
 from overlord.core.samples import WHOLE, Cursor, Part
 from overlord.errors import PlanError
+from overlord.readers.remote.fetching import FetchCounters
 from overlord.roles.assignment import NO_HOST
 from overlord.roles.poisoned_rows import Verdict, poisoned_in
 from overlord.roles.ports import Collect
@@ -165,6 +167,10 @@ class RemotePlanner:
     def ask(self, request: Request[R]) -> R:
         """Pass on what a client asks or tells."""
         return self._peers.insist(PLANNER, "ask", request)
+
+    def join(self, join: Join, news: HostNews) -> Beginning | RanksMissing:
+        """Ask to let a rank go on at a step."""
+        return self._peers.insist(PLANNER, "join", JoinRequest(join, self._host, news))
 
     def tell(self, news: HostNews) -> None:
         """Tell how far the clients of this host are."""
@@ -322,13 +328,15 @@ class RemoteLoaders:
         counted = [(source, WHOLE) for source in sorted({fault[0] for fault in faults})]  # by one of its hosts
         self._tell_all("note_faults", counted, message)
 
-    def status(self) -> dict[int, dict[str, Any]]:
-        """Return what the loaders of every source hold and have met."""
+    def status(self) -> tuple[dict[int, dict[str, Any]], dict[str, float]]:
+        """Return what the loaders of every source hold and have met, and what was asked of remote stores."""
         found: dict[int, dict[str, Any]] = {}
+        fetched = FetchCounters()
         for answer in self._ask_all("status", self._all_parts(), _sources_of):
+            fetched.merge(answer.fetched)
             for source, one in answer.sources.items():
                 add_up(found, source, one)
-        return dict(sorted(found.items()))
+        return dict(sorted(found.items())), fetched.report()
 
     def snapshot(self) -> dict[str, Any]:
         """Return what the loaders of every source have met, by its name."""

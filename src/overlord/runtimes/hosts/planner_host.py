@@ -21,6 +21,7 @@ from overlord.core.messages import (
     FirstStep,
     GiveUpRow,
     HostProgress,
+    JoinRequest,
     Nothing,
     OpenedSources,
     PlanAnswer,
@@ -190,6 +191,11 @@ class PlannerHost(RoleHost):
         """Answer a client, or the owner of the service."""
         return self._host.ask(request)
 
+    def join(self, request: JoinRequest) -> Any:
+        """Let a rank go on at a step, knowing how far the clients of its host are."""
+        self._host.tell(request.news, request.host)
+        return self._host.ask(request.join)
+
     def tell(self, progress: HostProgress) -> Nothing:
         """Hear how far the clients of a host are."""
         self._host.tell(progress.news, progress.host)
@@ -239,7 +245,8 @@ class PlannerHost(RoleHost):
 
     def _status(self, positions: Mapping[int, int], view_bytes: int) -> dict[str, Any]:
         """Return what `service.status()` tells: roles, positions, buffers, planned and realised mixture."""
-        planner, statuses, cluster = self._host.planner, self._remote.status(), self._options.cluster
+        planner, cluster = self._host.planner, self._options.cluster
+        statuses, fetched = self._remote.status()
         names = planner.inputs.names
         state = planner.latest_state.grown(len(names))
         roster = planner.inputs.roster_at(planner.next_step)
@@ -285,6 +292,7 @@ class PlannerHost(RoleHost):
             "store": planner.checkpoints.store.status(),
             "clients": {str(rank): step for rank, step in sorted(positions.items())},
             "buffers": {"views_bytes": view_bytes, "read_bytes": sum(s["buffer_bytes"] for s in sources.values())},
+            "remote": fetched,
             "mixture_level": mixture.level,
             "sources": {name: sources[name] for name in dict.fromkeys((*written, *sources))},
         }

@@ -11,6 +11,8 @@ Rules of this file:
    says what follows from that), and the service is started again. Also a short way back goes by that: the roles that
    have moved on are many (read buffers, built steps, attached clients, sources that came since), and one path that a
    crash of the service has always taken is worth more than seconds in a minute of restarting trainers.
+   A rank that could go on at that step waits for the others and goes with them. Where one has been let go on there
+   already, the others go on there too, as long as nothing behind it was reported: it cannot follow them.
 5. An answer that promises something waits until it is written down. A store that is down pauses planning, and is
    retried; planned steps are served meanwhile, and `status()` is answered. A service that has lost its store ends.
 """
@@ -25,6 +27,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, TypeVar, TypeVarTuple
 
 from overlord.core import client_messages as msg
@@ -320,6 +323,9 @@ ASKED_S = 3.0
 """How long a rank counts as asking for a step after it did so last: trainers ask again and again until they die."""
 RESTART_S = 30.0
 """How long a rank that could go on waits for ranks that were further and died: they may go back to its step."""
+UNHEARD_S = 5.0
+"""How long, after it came in the place of another, a planner takes a rank that it has not heard of for one that may
+have been further: the host of that rank tells it so within moments."""
 JOIN_S = 0.5
 """How long a rank that must wait for others is kept waiting before it is told."""
 KEPT_LABELS = 64
@@ -407,6 +413,18 @@ class Pace:
         return changed.wait(seconds)
 
 
+@dataclass(slots=True)
+class _Asking:
+    """A rank that asks to go on at a step."""
+
+    step: int
+    since: float
+    goes_back: bool
+    """Whether all ranks must go back for that."""
+    begins: bool = False
+    """Whether it was let go on there: its host tells so when it is attached."""
+
+
 class SharedPlanner:
     """Asks one Planner on behalf of all hosts, and writes to the store what it has for it.
 
@@ -441,7 +459,7 @@ class SharedPlanner:
         self._rewound = rewound
         self._waits_since: dict[int, float] = {}
         """Since when ranks that could go on wait for others that died."""
-        self._asked: dict[int, tuple[int, float, bool]] = {}
+        self._asked: dict[int, _Asking] = {}
         self._told = set[int]()
         self._replayable: set[int] = set()
         self._back_to: int | None = None
@@ -625,16 +643,19 @@ class SharedPlanner:
             if request.state is not None:
                 planner.check_state(request.state)
             now = self._pace.now()
-            self._asked = {r: asked for r, asked in self._asked.items() if now - asked[1] < ASKED_S}
+            self._asked = {r: asked for r, asked in self._asked.items() if now - asked.since < ASKED_S}
             self._told &= set(self._asked)
             self._waits_since = {r: since for r, since in self._waits_since.items() if r in self._asked}
             positions = {r: at for news in self._news.values() for r, at in news.positions.items()}
-            back = goes_back(planner, rank, step, self._reached, positions)
-            self._asked[rank] = (step, now, back)
+            # One that could go on goes back with those that must: it would be left in the old lineage.
+            back = any(asked.goes_back and asked.step == step for asked in self._asked.values())
+            back = back or goes_back(planner, rank, step, self._reached, positions)
+            back = back and not self._have_begun(rank, step, positions)
+            self._asked[rank] = _Asking(step, now, back)
             self._changed.notify_all()
-            steps = {r: asked for r, (asked, _, _) in self._asked.items()}
+            steps = {r: asked.step for r, asked in self._asked.items()}
             # Ranks that go on where each of them stood may stand at different steps; ranks that go back must agree.
-            if len(set(steps.values())) > 1 and any(goes for _, _, goes in self._asked.values()):
+            if len(set(steps.values())) > 1 and any(asked.goes_back for asked in self._asked.values()):
                 self._told.add(rank)
                 if self._told >= set(steps):  # all of them know, and the next word of each is a new one
                     self._asked.clear()
@@ -646,6 +667,8 @@ class SharedPlanner:
                     self._pace.wait(self._changed, JOIN_S)
                     return msg.RanksMissing([(r, None) for r in died])
                 self._waits_since.pop(rank, None)
+                self._reached[rank] = step
+                self._asked[rank].begins = True
                 return _beginning(planner, step, planner.meshes.at(step))
             if step not in self._replayable:
                 self._check_replayable(step)
@@ -688,18 +711,39 @@ class SharedPlanner:
         refuse_coming_step(planner, step)  # the stream may end before it
         return True
 
+    def _have_begun(self, rank: int, step: int, positions: Mapping[int, int]) -> bool:
+        """Return whether other ranks stand at a step that one asks for, and the others ask for it too.
+
+        Those were let go on there, by a planner that did not know that they had been further; their hosts may not have
+        told of it so far. The stream need not go back for the others: nothing of a later step has been reported, and
+        no rank is at one. They could not follow it: they may have the step behind it already.
+        """
+        planner = self._planner
+        others = set(range(planner.meshes.at(step).world_size)) - {rank}
+        asked = {r: asking for r, asking in self._asked.items() if asking.step == step and r not in positions}
+        begun = {r for r in others if positions.get(r) == step or (r in asked and asked[r].begins)}
+        return (
+            step >= max(planner.first_step, planner.checkpoints.began)
+            and planner.inputs.newest_report < step
+            and bool(begun)
+            and others == begun | (others & set(asked))
+        )
+
     def _died_further(
         self, step: int, asked: Mapping[int, int], positions: Mapping[int, int], mesh: ClientPlaceTree
     ) -> list[int]:
         """Return the ranks that were further than a step, are gone, and have not come back.
 
         All trainers are started again together, and these will ask for the same step: then the stream goes back for all
-        ranks. A rank that was not as far could go on at once, and would hold steps of a lineage that was left.
+        ranks. A rank that was not as far could go on at once, and would hold steps of a lineage that was left. So could
+        one that was as far, and attaches to a planner that does not know it: it came in the place of another.
         """
+        is_new = self._planner.checkpoints.store.goes_on and self._pace.now() - self._born < UNHEARD_S
+        unheard = math.inf if is_new else step
         return [
             rank
             for rank in range(mesh.world_size)
-            if rank not in asked and rank not in positions and self._reached.get(rank, step) > step
+            if rank not in asked and rank not in positions and self._reached.get(rank, unheard) > step
         ]
 
     def _write_rewind(self, step: int, mesh: ClientPlaceTree) -> None:
@@ -983,13 +1027,16 @@ class SharedPlanner:
         return bool(unheard)
 
     def _hear(self, host: int, news: HostNews) -> None:
-        before = self._news.get(host, news).positions
+        before = self._news.get(host, HostNews({}, {}))
         self._news[host] = news
-        for rank in [rank for rank in self._asked if rank in before]:
-            if news.positions.get(rank) != self._asked[rank][0]:
+        for rank in [rank for rank in self._asked if rank in before.positions]:
+            if news.positions.get(rank) != self._asked[rank].step:
                 del self._asked[rank]  # it has what it asked for, and went on or died
-        for rank, step in news.reached.items():  # a rank may have sat on another host before
-            self._reached[rank] = max(step, self._reached.get(rank, step))
+        for rank, step in news.reached.items():
+            if rank in news.positions:
+                self._reached[rank] = step
+            elif before.reached.get(rank) != step:  # else it was told before, and the rank may sit on another host now
+                self._reached[rank] = max(step, self._reached.get(rank, step))
 
     def _all_heard(self) -> bool:
         """Whether all ranks that may have been attached to the planner before this one have said where they are."""

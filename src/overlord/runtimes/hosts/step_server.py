@@ -102,6 +102,8 @@ class AttachedClient:
     """Whether it came for a later step than the stream's first, and has not been served yet."""
     ended: bool = False
     """Whether it has come to a step whose mesh does not have it."""
+    lost: bool = False
+    """Whether its process is gone, though its connection is not closed yet."""
 
 
 class AttachedClients:
@@ -142,10 +144,16 @@ class AttachedClients:
             at: Where it stands, if it comes back from a connection that broke.
         """
         step = begin if at is None else at
-        self._reached[rank] = max(step, self._reached.get(rank, step))
+        # Without a step it may be a second client of its process; with one, that is where its rank is.
+        self._reached[rank] = max(step, self._reached.get(rank, step)) if at is None else step
         number = max(self._clients, default=-1) + 1
         self._clients[number] = AttachedClient(rank, step, new=step == begin > self._first_step)
         return number
+
+    def lose(self, client: int) -> None:
+        """Note that the process of a client is gone: its rank has no position any more."""
+        if client in self._clients:
+            self._clients[client].lost = True
 
     def free(self, client: int) -> None:
         """Forget a client."""
@@ -176,7 +184,7 @@ class AttachedClients:
     @property
     def positions(self) -> dict[int, int]:
         """The step each attached rank is at."""
-        return {client.rank: client.step for client in self._clients.values()}
+        return {client.rank: client.step for client in self._clients.values() if not client.lost}
 
     @property
     def reached(self) -> dict[int, int]:
@@ -605,6 +613,12 @@ class StepServer:
             client = self._clients.take(rank, begin, at)
             self._changed.notify_all()
             return client, reached
+
+    def lose(self, client: int | None) -> None:
+        """Note that the process of a client is gone, before its connection is closed."""
+        with self._changed:
+            if client is not None:
+                self._clients.lose(client)
 
     def detach(self, client: int) -> None:
         """Detach a client; nothing is built for it any more."""

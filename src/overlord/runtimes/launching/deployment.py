@@ -36,7 +36,9 @@ from overlord.planning.warm import warm_kernels, warm_launch
 from overlord.readers.index import IndexCache
 from overlord.readers.join import JoinedColumns
 from overlord.readers.parquet_footer import warm_footer
+from overlord.readers.parquet_pages import warm_pages
 from overlord.readers.reader import Reader
+from overlord.readers.remote.range_cache import range_cache
 from overlord.readers.source_files import LengthSidecars, NoFiles, SourceFiles
 from overlord.readers.spill import warm_spill
 from overlord.roles.data_constructor import DataConstructor
@@ -324,7 +326,7 @@ def order_of(job: Job, source: Source, files: SourceFiles) -> SourceOrder:
         source.name,
         listing_of(files),
         shuffle_bytes=source.shuffle_bytes,
-        index=files.blocks,
+        index=files.first_blocks,
         prepare=files.prepare,
     )
 
@@ -352,7 +354,7 @@ def index_first_windows(
 
     def index_one(task: tuple[SourceFiles, int]) -> None:
         nonlocal done
-        task[0].blocks(task[1])
+        task[0].first_blocks(task[1])
         done += 1
         if progress is not None:
             progress("indexing files", done, len(tasks))
@@ -470,7 +472,8 @@ def prepare(
     warm_job(job, options.layout)  # no step may wait for a compiler; a wrong job need not either
     given = {kind: getattr(options, kind) for kind in HOOK_KINDS}
     hooks = {kind: RunningHook(hook, kind, job.seed) for kind, hook in given.items() if hook is not None}
-    cache = IndexCache(Path(options.cache) / "index", options.budget_bytes // GROUPS_OF_BUDGET)
+    groups = options.budget_bytes // GROUPS_OF_BUDGET
+    cache = IndexCache(Path(options.cache) / "index", groups, range_cache(Path(options.cache), options.cache_bytes))
     if isolate is not None and any(options.pools(source) for source in job.sources):
         cache.memory = shared_heap()
     return Prepared(
@@ -824,7 +827,7 @@ def warm_everything(tell: Callable[[str], object] = lambda what: None) -> None:
         "strategies": (warm_kernels,),
         "images": (warm_images, _warm_normalizing),
         "positions, sounds and chats": (_warm_positions, _warm_sounds, _warm_spans),
-        "file formats": (warm_footer, warm_examples),
+        "file formats": (warm_footer, warm_pages, warm_examples),
     }
     for number, (what, warmed) in enumerate(parts.items(), 1):
         tell(f"{number} of {len(parts)}: {what}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from overlord.readers.parquet_footer import warm_footer
+from overlord.readers.parquet_pages import warm_pages
 from overlord.runtimes.hosts.role_host import RoleEnvironment, RoleHost
 from overlord.runtimes.launching.cluster_placement import place_here
 from overlord.runtimes.launching.deployment import tell_of_compiling
@@ -60,5 +61,6 @@ if __name__ == "__main__":
     # All processes that are forked share numba, and the kernels that reader processes need.
     tell_of_compiling()
     warm_footer()
+    warm_pages()
     start_template()  # now: a process with threads must not be copied
     run_service(serving)

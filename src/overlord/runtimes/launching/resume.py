@@ -448,8 +448,9 @@ def refuse_kept_readers(job: Job, own: Job, known: Collection[str] = ()) -> None
         SpecError: A source that was added has a reader of its own that the job does not name.
     """
     named = {format for source in own.sources for format in _formats_of(source)}
+    trusted = {*own.names, *known}
     for source in job.sources:
-        if source.name not in {*own.names, *known}:
+        if source.name not in trusted:
             for format in _formats_of(source):
                 if ":" in format and format not in named:
                     raise SpecError(

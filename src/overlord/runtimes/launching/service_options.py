@@ -19,7 +19,7 @@ import cloudpickle
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import SpecError
 from overlord.job.hook_specs import Hook
-from overlord.job.layout_specs import DEFAULT_HEARTBEAT_S, Layout, OnSourceFailure, Placement
+from overlord.job.layout_specs import DEFAULT_CACHE_BYTES, DEFAULT_HEARTBEAT_S, Layout, OnSourceFailure, Placement
 from overlord.job.reconcile import Reconcile
 from overlord.job.specs import Job, Source, Text
 from overlord.launch_spec import LaunchOptions
@@ -87,6 +87,8 @@ class ServiceOptions:
     """Go on in the store's newest lineage after a crash, instead of beginning a lineage."""
     cache: str
     """Folder of indices and length sidecars."""
+    cache_bytes: int = DEFAULT_CACHE_BYTES
+    """Bytes of remote files that are kept there."""
     state: Mapping[str, Any] | None = None
     latest: bool = False
     """Go on from the newest snapshot of the store."""

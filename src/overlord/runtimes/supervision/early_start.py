@@ -54,16 +54,16 @@ def start_python(
     environment: Mapping[str, str],
     fds: Sequence[int],
     own: Mapping[str, str] | None = None,
+    at_end: signal.Signals = signal.SIGCONT,
     **options: object,
 ) -> subprocess.Popen[bytes]:
     """Start a Python process with the modules of this one; its standard input is a pipe that ends with this process.
-
-    A process that is stopped then goes on, so that it can end.
 
     Args:
         environment: Variables that this process's own environment overrules.
         fds: Descriptors that it inherits.
         own: Variables that overrule this process's own environment.
+        at_end: What the kernel sends it at the end of the pipe: it may be stopped, and must go on to end.
     """
     paths = os.pathsep.join(path for path in sys.path if path)
     # Few malloc arenas: with one for each of its threads, what they free stays with the process.
@@ -73,7 +73,7 @@ def start_python(
         process: subprocess.Popen[bytes] = subprocess.Popen(  # type: ignore[call-overload]
             [sys.executable, *arguments], stdin=line, pass_fds=fds, env=env, **options
         )
-        signal_at_end(line, signal.SIGCONT, process.pid)
+        signal_at_end(line, at_end, process.pid)
         process.stdin = os.fdopen(ours, "wb")
     except BaseException:
         os.close(ours)

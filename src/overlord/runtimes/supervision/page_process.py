@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import threading
@@ -81,8 +82,11 @@ class _KeptProcess:
         command = ["-m", "overlord.dashboard.serving_page", self._address, str(fd)]
         token = {} if self._token is None else {TOKEN_VARIABLE: self._token}
         self._began_s = time.monotonic()
-        # A session of its own: the terminal's Ctrl-C must not reach it; the end of the pipe does.
-        return start_python(command, token, [fd], stdout=subprocess.DEVNULL, start_new_session=True)
+        # A session of its own: the terminal's Ctrl-C must not reach it; the end of the pipe does. The kernel kills it
+        # then: it has nothing to bring to an end, and a SIGSTOP that comes after the launcher's end would keep it.
+        return start_python(
+            command, token, [fd], at_end=signal.SIGKILL, stdout=subprocess.DEVNULL, start_new_session=True
+        )
 
     def _keep(self) -> None:
         restarts, told = 0, False
@@ -134,14 +138,12 @@ class _KeptProcess:
         self._process.stdin.close()
 
 
-def end_with_launcher(stop: Callable[[], None]) -> None:
-    """Call `stop` in this process, a page, when its launcher ends it or is gone."""
+def end_with_launcher() -> None:
+    """End this process, a page, when its launcher ends it or is gone, where the kernel has not done so."""
 
     def watch() -> None:
         os.read(0, 1)
-        stop()
-        time.sleep(LIMITS.orphaned_role)
-        os._exit(1)  # it waits for a service that does not answer
+        os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
 

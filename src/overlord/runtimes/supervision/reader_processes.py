@@ -40,6 +40,7 @@ from overlord.core.messages import (
     ReadBlock,
     ReaderRequest,
     ReadHead,
+    ReadRows,
     RowsFailed,
     RowsMade,
     ServeCaller,
@@ -49,8 +50,10 @@ from overlord.core.ragged import Kind, RowBatch, num_bytes, num_rows
 from overlord.errors import ClosedError, ReaderError, ServiceLost, SourceError
 from overlord.readers.files import StoredFile, verify_unchanged
 from overlord.readers.parquet_footer import warm_footer
+from overlord.readers.parquet_pages import warm_pages
 from overlord.readers.reader import BlockIndex, DamagedFile, Reader, reason_of
-from overlord.readers.source_files import reader_of
+from overlord.readers.remote.fetching import fetcher
+from overlord.readers.source_files import begin_to_fetch, reader_of, rows_of_block
 from overlord.runtimes.supervision.blame import Blame, CallLimits, ChildLost, Losses, TooManyLosses
 from overlord.runtimes.supervision.child import LIMITS, Limits, name_process
 from overlord.runtimes.supervision.fork_server import ForkedChild, ForkServer
@@ -179,7 +182,7 @@ class _ReaderProcess:
         self.pid = child.pid
 
     def ask(
-        self, request: ReadHead | ReadBlock | NextRows, rows: RowBatch, limits: CallLimits, what: str
+        self, request: ReadHead | ReadBlock | ReadRows | NextRows, rows: RowBatch, limits: CallLimits, what: str
     ) -> tuple[WorkerMessage, RowBatch]:
         """Ask and wait for the answer.
 
@@ -206,6 +209,7 @@ class _ReaderProcess:
                 self._idle.append(connection)
         if isinstance(answer[0], RowsMade):
             note_help(time.perf_counter() - began, Spent(answer[0].cpu_s, answer[0].waited_s))
+            fetcher().counters.merge(answer[0].fetched)
         return answer
 
     def drop(self, stream: int) -> None:
@@ -267,7 +271,7 @@ class _ReadAttempts:
             self._pool.retire(process)
 
     def ask(
-        self, process: _ReaderProcess, request: ReadHead | ReadBlock | NextRows, rows: RowBatch
+        self, process: _ReaderProcess, request: ReadHead | ReadBlock | ReadRows | NextRows, rows: RowBatch
     ) -> tuple[RowsMade, RowBatch]:
         """Ask a process that was lent.
 
@@ -342,21 +346,28 @@ class IsolatedReader:
         return self._reader.divides(file)
 
     def seeks(self, file: StoredFile) -> bool:
-        """Tell that parts of a block are spilled: each would have its whole block validated again."""
+        """Tell that single rows are not read one by one: each would be a question to a process."""
         return False
+
+    def rows(
+        self, file: StoredFile, index: BlockIndex, block: int, *, columns: Mapping[str, Kind], start: int, stop: int
+    ) -> RowBatch:
+        """Return rows start .. stop of a block."""
+        request = ReadRows(format=self.name, block=block, columns=dict(columns), start=start, stop=stop)
+        return self._ask_once(f"block {block} of {file.path}", request, file, index)[1]
 
     def index(self, file: StoredFile, columns: Sequence[str]) -> BlockIndex:
         """Find the blocks of a file."""
-        _, found = self._ask_once("index", file, columns)
+        _, found = self._ask_head("index", file, columns)
         return BlockIndex(**{name: np.asarray(found[name], np.int64) for name in BlockIndex.__slots__})  # type: ignore[arg-type]
 
     def columns(self, file: StoredFile) -> list[str]:
         """Return the names of the top-level fields."""
-        return list(self._ask_once("columns", file, ())[0].names)
+        return list(self._ask_head("columns", file, ())[0].names)
 
     def kinds(self, file: StoredFile, columns: Sequence[str]) -> dict[str, Kind | None]:
         """Return what the wanted columns hold."""
-        return self._ask_once("kinds", file, columns)[0].kinds
+        return self._ask_head("kinds", file, columns)[0].kinds
 
     def stream(
         self,
@@ -391,15 +402,28 @@ class IsolatedReader:
                 finally:
                     process.drop(number)
 
-    def _ask_once(
+    def fetch_ahead(self, file: StoredFile, index: BlockIndex, blocks: Sequence[int], columns: Sequence[str]) -> None:
+        """Let a process fetch blocks of a remote file into the cache; it answers when it knows where they are."""
+        attempts = _ReadAttempts(self._pool, file, f"the head of {file.path}")
+        request = ReadHead(what="ahead", format=self.name, columns=tuple(columns), blocks=tuple(blocks))
+        with attempts.process() as process:
+            attempts.ask(process, request, _given(file, index))
+
+    def _ask_head(
         self, what: Literal["index", "columns", "kinds"], file: StoredFile, columns: Sequence[str]
     ) -> tuple[RowsMade, RowBatch]:
-        attempts = _ReadAttempts(self._pool, file, f"{'the index' if what == 'index' else 'the head'} of {file.path}")
-        request = ReadHead(what=what, format=self.name, columns=tuple(columns))
+        named = f"{'the index' if what == 'index' else 'the head'} of {file.path}"
+        return self._ask_once(named, ReadHead(what=what, format=self.name, columns=tuple(columns)), file, None)
+
+    def _ask_once(
+        self, what: str, request: ReadHead | ReadRows, file: StoredFile, index: BlockIndex | None
+    ) -> tuple[RowsMade, RowBatch]:
+        attempts = _ReadAttempts(self._pool, file, what)
+        given = _given(file, index)
         while True:
             with attempts.process() as process:
                 try:
-                    return attempts.ask(process, request, _given(file, None))
+                    return attempts.ask(process, request, given)
                 except ChildLost as loss:
                     attempts.lost(loss)
 
@@ -454,8 +478,6 @@ def _checked(answer: tuple[WorkerMessage, RowBatch]) -> tuple[RowsMade, RowBatch
 #    service.
 # 2. Many callers wait for storage at the same time: each has a connection, and a thread here.
 
-INDEX_COLUMNS = ("rows", "bytes", "start", "stop", "first_row")
-"""The arrays of an index, as they travel."""
 
 _freed = FreedMemory(every_bytes=64 << 20)
 Streams = dict[int, Iterator[RowBatch]]
@@ -463,8 +485,9 @@ Answer = tuple[RowsMade | RowsFailed, RowBatch]
 
 
 def preload() -> None:
-    """Compile the kernel that reads the footers of Parquet files once, for all that are forked."""
+    """Compile the kernels that read the footers and pages of Parquet files once, for all that are forked."""
     warm_footer()
+    warm_pages()
 
 
 def serve(control: socket.socket) -> None:
@@ -501,7 +524,8 @@ def _serve_request(caller: socket.socket, streams: Streams) -> None:
     answer, made = _answer(head, rows, streams)
     if isinstance(answer, RowsMade):
         spent = clock.spent()
-        answer = replace(answer, cpu_s=spent.cpu_s, waited_s=spent.waited_s)
+        fetched = fetcher().counters.take()
+        answer = replace(answer, cpu_s=spent.cpu_s, waited_s=spent.waited_s, fetched=fetched)
     send_rows(caller, answer, made)
     _freed.add(num_bytes(made))
 
@@ -526,8 +550,17 @@ def _open(request: ReaderRequest, rows: RowBatch, streams: Streams) -> Answer:
             return RowsMade(names=tuple(reader.columns(file))), {}
         if request.what == "kinds":
             return RowsMade(kinds=dict(reader.kinds(file, request.columns))), {}
+        if request.what == "ahead":
+            begin_to_fetch(reader, file, index, request.blocks, request.columns)
+            return RowsMade(), {}
         found = reader.index(file, request.columns)
-        return RowsMade(), {name: getattr(found, name) for name in INDEX_COLUMNS}
+        found = found.completed(lambda: reader.seeks(file))
+        return RowsMade(), {name: getattr(found, name) for name in BlockIndex.__slots__}
+    if isinstance(request, ReadRows):
+        reader = reader_of(request.format)
+        return RowsMade(), rows_of_block(
+            reader, file, index, request.block, columns=request.columns, start=request.start, stop=request.stop
+        )
     assert isinstance(request, ReadBlock)
     streams[request.stream] = reader_of(request.format).stream(
         file,

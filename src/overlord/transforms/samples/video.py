@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from overlord.transforms.samples.per_sample import (
     Measured,
     MediaFault,
     UInt64s,
+    ViewedFile,
     decoder_faults,
     media_library,
     ragged_column,
@@ -139,27 +139,6 @@ def read_clip(data: bytes | memoryview, *, key_frames: bool = False) -> Clip:
     return clip
 
 
-class _View:
-    """Bytes in memory as a file that copies none of them until they are read, as BytesIO does with a view."""
-
-    def __init__(self, data: bytes | memoryview) -> None:
-        self._data = memoryview(data)
-        self._at = 0
-
-    def read(self, count: int) -> bytes:
-        part = bytes(self._data[self._at : self._at + count])
-        self._at += len(part)
-        return part
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-
 @contextmanager
 def _open(data: bytes | memoryview) -> Iterator[tuple[Any, Any]]:
     """Open a container from memory; an error of the library inside is a MediaFault."""
@@ -169,7 +148,7 @@ def _open(data: bytes | memoryview) -> Iterator[tuple[Any, Any]]:
     # Up to version 18, PyAV raises for a title that is no text unless it is told otherwise; later ones do not ask.
     titles = {"metadata_errors": "ignore"} if int(av.__version__.partition(".")[0]) < 19 else {}
     with decoder_faults("no readable clip header"):
-        container = av.open(_View(data), options=options, **titles)
+        container = av.open(ViewedFile(data), options=options, **titles)
     with container, decoder_faults("does not decode"):
         stream = container.streams.best("video")
         if stream is None or stream.codec_context is None:
