@@ -151,7 +151,7 @@ def peak_of_views(files, budget: int, steps: int, pause_s: float) -> tuple[int, 
             largest = max(largest, step_bytes)
             began = time.perf_counter()
             while time.perf_counter() - began < pause_s:
-                peak = max(peak, service.status()["buffers"]["views_bytes"])
+                peak = max(peak, service.status()["memory"]["held"]["views"])
                 time.sleep(0.02)
             del opened, step, batch
         return peak, largest

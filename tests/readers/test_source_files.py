@@ -290,7 +290,7 @@ def group_rows(number: int) -> RowBatch:
 
 
 def test_groups_beyond_the_budget_are_on_disk_and_give_the_same_rows(tmp_path: Path):
-    groups = spill.HeldGroups(tmp_path / "new", budget_bytes=3_100_000)
+    groups = spill.HeldGroups(tmp_path / "new", room=lambda: 3_100_000)
     held = [groups.hold(group_rows(number)) for number in range(3)]
     assert groups.nbytes > 3_000_000, "what fits the budget stays in memory"
     held[0].take(np.array([1]))  # the second one is now the least recently read
@@ -317,7 +317,7 @@ def rows_equal(rows: RowBatch, others: RowBatch) -> bool:
 
 def test_groups_stay_in_memory_where_the_disk_is_full(tmp_path: Path, caplog):
     (tmp_path / "spill").write_text("in the way")
-    groups = spill.HeldGroups(tmp_path / "spill", budget_bytes=0)
+    groups = spill.HeldGroups(tmp_path / "spill", room=lambda: 0)
     held = [groups.hold(group_rows(number)) for number in range(3)]
     assert groups.nbytes > 3_000_000 and rows_equal(held[0].take(np.arange(100)), group_rows(0))
     assert len(caplog.records) == 1 and "stay in memory" in caplog.text and "spill cannot take it" in caplog.text

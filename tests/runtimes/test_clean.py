@@ -396,7 +396,7 @@ def test_trainer_is_killed_and_another_takes_its_rank(ids_job, cache, nothing_le
             assert [next(client).index for _ in range(6)] == list(range(6))
         # A client goes when the service has seen its socket close, and a microbatch in the making is dropped when made.
         seen = (service.status() for _ in range(2000))
-        assert any(not status["clients"] and status["buffers"]["views_bytes"] == 0 for status in seen)
+        assert any(not status["clients"] and status["memory"]["held"]["views"] == 0 for status in seen)
 
 
 def test_arrays_outlive_the_client_and_the_service(ids_job, cache, nothing_left):
@@ -412,7 +412,7 @@ def test_a_trainer_that_keeps_every_batch_does_not_stop_the_feed(mixed_job, cach
         kept = [batch for _, step in zip(range(12), client, strict=False) for batch in step.microbatches]
         assert sum(batch.nbytes for batch in kept) > 8 << 20
         digests = [batch.digest() for batch in kept]
-        assert service.status()["buffers"]["views_bytes"] < 24 << 20
+        assert service.status()["memory"]["held"]["views"] < 24 << 20
     with ol.launch(mixed_job, cache=cache, runtime="inline") as service:
         client = service.client()
         fresh = [b.digest() for _, step in zip(range(12), client, strict=False) for b in step.microbatches]

@@ -249,7 +249,7 @@ def test_microbatches_that_nobody_looked_at_are_let_go(mixed_job, cache):
         for _ in range(25):
             assert len(next(client).microbatches)
         assert len(client._feed._connection.leased) == 0
-        assert service.status()["buffers"]["views_bytes"] < 16 << 20
+        assert service.status()["memory"]["held"]["views"] < 16 << 20
 
 
 OUT_OF_FILES = """

@@ -15,6 +15,7 @@ import pytest
 from tests.conftest import write_ids
 
 import overlord as ol
+from overlord.core.memory_account import MemoryAccount
 from overlord.core.messages import MetaRequest
 from overlord.core.order import BEGIN
 from overlord.core.samples import Cursor, Part
@@ -347,7 +348,7 @@ def test_nothing_is_planned_behind_the_first_step_while_a_client_waits_for_it(kn
     """Its media take all cores then; once they are decoded, planning runs ahead for good."""
     server = StepServer(
         None, SimpleNamespace(first_step=0), None,  # type: ignore[arg-type]
-        ranks_of=lambda tree: [0], prefetch=2, budget_bytes=1, read_bytes=lambda: 0,
+        ranks_of=lambda tree: [0], prefetch=2, memory=MemoryAccount(1), read_bytes=lambda: 0,
     )  # fmt: skip
 
     def planned(wanted: dict[int, set[int]]) -> list[int]:

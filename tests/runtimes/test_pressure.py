@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 
 def held(service) -> int:
-    return sum(service.status()["buffers"].values())
+    return sum(service.status()["memory"]["held"].values())
 
 
 @pytest.mark.slow
@@ -41,7 +41,7 @@ def test_the_step_before_makes_room_for_the_one_behind(tmp_path, cache):
         """Return the bytes of views once they have not changed for a while: what is wanted is built."""
         found, since = -1, time.monotonic()
         while time.monotonic() < since + 0.5:
-            now = service.status()["buffers"]["views_bytes"]
+            now = service.status()["memory"]["held"]["views"]
             found, since = now, since if now == found else time.monotonic()
         return found
 

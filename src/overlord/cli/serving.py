@@ -184,11 +184,10 @@ def _traffic(planner: Mapping[str, Any]) -> str:
 
 def status_tables(status: dict[str, Any]) -> list[RenderableType]:
     """Return the status of a service for the terminal: its sources, their media, its hosts, and its clients."""
-    planner, buffers = status["planner"], status["buffers"]
-    held = f"{size(buffers['read_bytes'])} read ahead, {size(buffers['views_bytes'])} of views"
+    planner = status["planner"]
     coming = status["next_mesh"]
     then = f" (from step {coming['step']} on {coming['mesh']})" if coming else ""
-    title = f"{status['runtime']} service, mesh {status['mesh']}{then}, next plan: step {planner['next_step']}, {held}"
+    title = f"{status['runtime']} service, mesh {status['mesh']}{then}, next plan: step {planner['next_step']}"
     heads = ["source", "format", "planned", "realised", "samples", "tokens", "epoch"]
     heads += ["bad", "wrong length", "dropped", "buffer"]
     rows: list[Row] = []
@@ -216,12 +215,21 @@ def status_tables(status: dict[str, Any]) -> list[RenderableType]:
     return [
         f"[{COLOURS[mood]}]{escape(words)}[/{COLOURS[mood]}]",
         sources,
+        _memory(status["memory"]),
         *([remote] if remote else []),
         *bad,
         *media_tables(media_of(status["sources"])),
         *hosts,
         *([clients] if status["clients"] else []),
     ]
+
+
+def _memory(memory: Mapping[str, Any]) -> str:
+    """Return how much is held ahead, and by what."""
+    held = sorted(((nbytes, holder) for holder, nbytes in memory["held"].items() if nbytes), reverse=True)
+    parts = ", ".join(f"{holder} {size(nbytes)}" for nbytes, holder in held)
+    total = size(sum(nbytes for nbytes, _ in held))
+    return f"memory: {total} held ahead{f': {parts}' if parts else ''} (budget {size(memory['budget_bytes'])} a host)"
 
 
 def where_it_is(source: Mapping[str, Any]) -> str:
@@ -264,7 +272,7 @@ def _status_or_lost(service: Service) -> dict[str, Any]:
 def _one_line(status: dict[str, Any]) -> str:
     steps = list(status["clients"].values())
     where = f"at steps {min(steps)} to {max(steps)}" if steps else "none so far"
-    held = sum(status["buffers"].values())
+    held = sum(status["memory"]["held"].values())
     bad = sum(one["bad"] for one in status["sources"].values())
     return f"clients: {len(steps)} ({where}) · planned to step {status['planner']['next_step'] - 1} · " + (
         f"{size(held)} held · {bad} bad samples"

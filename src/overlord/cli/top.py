@@ -34,7 +34,7 @@ def top_view(status: Mapping[str, Any], *, width: int, height: int | None = None
     rates = status.get("rates") or {}
     steps = sorted(status["clients"].values())
     at = str(steps[0]) if steps and steps[0] == steps[-1] else f"{steps[0]} to {steps[-1]}" if steps else ""
-    held = size(sum(status["buffers"].values()))
+    held = size(sum(status["memory"]["held"].values()))
     balance = status["measured"].get("balance")
     figures = [
         f"{number(len(steps), 'rank')} at step {at}" if steps else "no rank attached",

@@ -255,7 +255,6 @@ class HostNews:
     """For every rank that ever attached to it, the step before which it is done."""
     positions: dict[int, int] = field(default_factory=dict[int, int])
     """The step each attached rank is at."""
-    view_bytes: int = 0
     told_missing: int | None = None
     """The report it knows to be missing: it waits for that one, and is told of any other at once."""
     newcomers: bool = False
@@ -268,6 +267,8 @@ class HostNews:
     """The most that the samples of one step have taken there."""
     packed_bytes: int = 0
     """Arrays of microbatches that it has made, all in all."""
+    memory: dict[str, int] = field(default_factory=dict[str, int])
+    """Bytes that it holds, by what holds them (`MemoryAccount`)."""
 
 
 class PlanRequest(Message, frozen=True):
@@ -344,6 +345,8 @@ class SourceReports(Message, frozen=True):
     """What the kernel of its machine has counted (`HostCounters`); where the workload was asked for."""
     fetched: dict[str, int] = msgspec.field(default_factory=dict)
     """What it and its processes have counted of requests for remote files; where the status was asked for."""
+    memory: dict[str, int] = msgspec.field(default_factory=dict)
+    """Bytes that it holds, by what holds them (`MemoryAccount`); where the status was asked for."""
 
 
 class LoaderSnapshots(Message, frozen=True):

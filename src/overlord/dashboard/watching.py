@@ -50,7 +50,7 @@ LINE_POINTS = 600
 MOST_LINES = 12
 """Lines of one chart; more could not be told apart."""
 SPARK_POINTS = 60
-LINES = ("at", "step", "steps_per_s", "tokens_per_s", "waited", "views_bytes", "read_bytes")
+LINES = ("at", "step", "steps_per_s", "tokens_per_s", "waited", "views_bytes", "held_bytes")
 """What a point of the history holds, in this order."""
 
 
@@ -219,8 +219,8 @@ def shown_status(status: Mapping[str, Any]) -> dict[str, Any]:
             "tokens_per_s": rates.get("tokens_per_s"),
             "waited": rates.get("wait_share"),
             "seconds": rates.get("seconds"),
-            "views_bytes": status["buffers"]["views_bytes"],
-            "read_bytes": status["buffers"]["read_bytes"],
+            "views_bytes": status["memory"]["held"].get("views", 0),
+            "held_bytes": sum(status["memory"]["held"].values()),
         },
         "sources": [
             {

@@ -43,6 +43,8 @@ _MAP_FROM_BYTES = 64 << 10
 _REMOTE_ATTEMPTS = 3
 _THREADS = 4
 """How many files are indexed at once."""
+GROUP_BYTES = 64 << 20
+"""Shuffle groups that are held in memory where there is no account of memory."""
 
 
 class IndexCache:
@@ -51,14 +53,16 @@ class IndexCache:
     The folder is created if it is missing, and can be removed at any time: what is needed is built again.
     """
 
-    def __init__(self, folder: Path, group_bytes: int = 64 << 20, ranges: RangeCache | None = None) -> None:
+    def __init__(
+        self, folder: Path, group_room: Callable[[], int] = lambda: GROUP_BYTES, ranges: RangeCache | None = None
+    ) -> None:
         self._folder = folder
         self.ranges = ranges
         """What is kept of remote files."""
         self.scratch = folder / "spill"
         """Folder for spilled rows; its files have no name, and are deleted when they are closed."""
-        self.groups = HeldGroups(self.scratch, group_bytes)
-        """The shuffle groups of all sources with this cache, of which so many bytes are held in memory."""
+        self.groups = HeldGroups(self.scratch, group_room)
+        """The shuffle groups of all sources with this cache; as many are in memory as there is room for."""
         self.memory: SharedMemory | None = None
         """For rows that go to workers."""
         # Threads that want the same file get the same lock; files may share a lock.

@@ -416,12 +416,13 @@ class HeldGroups:
 
     Args:
         folder: Where groups are spilled.
-        budget_bytes: How much of them is in memory; other groups are spilled, the least recently read first.
+        room: Returns how many bytes of them may be in memory; other groups are spilled, the least recently read first.
     """
 
-    def __init__(self, folder: Path, budget_bytes: int) -> None:
+    def __init__(self, folder: Path, room: Callable[[], int]) -> None:
         self._folder = folder
-        self._budget = budget_bytes
+        self._room = room
+        self._nbytes = 0
         self._lock = threading.Lock()
         self._clock = itertools.count()
         self._groups: weakref.WeakSet[HeldRows] = weakref.WeakSet()
@@ -433,9 +434,9 @@ class HeldGroups:
         with self._lock:
             others = sorted((one for one in self._groups if one.nbytes), key=lambda one: one.used)
             self._groups.add(new)
-            total = new.nbytes + sum(one.nbytes for one in others)
+            total, room = new.nbytes + sum(one.nbytes for one in others), self._room()
             for one in others:
-                if total <= self._budget or self._disk_failed:
+                if total <= room or self._disk_failed:
                     break
                 total -= one.nbytes
                 self._spill(one)
@@ -443,9 +444,13 @@ class HeldGroups:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the groups that are in memory."""
-        with self._lock:
-            return sum(one.nbytes for one in self._groups)
+        """Bytes of the groups that are in memory; as they were a moment ago, while a group is being spilled."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._nbytes = sum(one.nbytes for one in self._groups)
+            finally:
+                self._lock.release()
+        return self._nbytes
 
     def _spill(self, group: HeldRows) -> None:
         try:

@@ -62,7 +62,7 @@ async function get(path, more = {}) {
 }
 
 // Lines over the time. uPlot draws from columns: the time, and one or two series.
-const columns = { at: [], step: [], steps_per_s: [], tokens_per_s: [], waited: [], views_bytes: [], read_bytes: [] };
+const columns = { at: [], step: [], steps_per_s: [], tokens_per_s: [], waited: [], views_bytes: [], held_bytes: [] };
 const plots = [];
 const EMPTY = {
   "plot-steps": "Waits for a trainer that takes steps", "plot-waited": "Waits for a trainer that takes steps",
@@ -100,7 +100,7 @@ function openPlots() {
   plot("plot-steps", [["steps_per_s", "steps/s"]]);
   plot("plot-waited", [["waited", "waiting"]], value => 100 * value);
   plot("plot-tokens", [["tokens_per_s", "tokens/s"]]);
-  plot("plot-bytes", [["views_bytes", "batches"], ["read_bytes", "rows read"]], value => value / 1e6);
+  plot("plot-bytes", [["views_bytes", "batches"], ["held_bytes", "all that is held ahead"]], value => value / 1e6);
 }
 let drawing = false;
 function draw() {

@@ -205,6 +205,11 @@ class Fetcher:
         used = self._held / BUDGET_BYTES
         return min(nbytes, 64 << 20 if used < 0.5 else 1 << 20 if used < 1 else 256 << 10 if used < 2 else 64 << 10)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that were granted and not given back."""
+        return self._held
+
     def release(self, nbytes: int) -> None:
         """Give back what `reserve` has granted."""
         with self._lock:

@@ -90,7 +90,12 @@ def metrics_of(status: Mapping[str, Any]) -> Iterator[Metric]:
         yield _gauge("client_step_max", "Step of the rank that is furthest ahead.", max(steps))
     yield _counter("trainers_waited_seconds_total", "Seconds that the trainers of a host waited for a batch, at most.",
                    status.get("waited_s", 0.0))  # fmt: skip
-    yield _gauge("views_bytes", "Bytes of batches that wait for their ranks.", status["buffers"]["views_bytes"])
+    yield _gauge("memory_budget_bytes", "Bytes that a host may hold ahead of its trainers.",
+                 status["memory"]["budget_bytes"])  # fmt: skip
+    held = GaugeMetricFamily("overlord_memory_bytes", "Bytes held ahead of the trainers.", labels=["holder"])
+    for holder, nbytes in status["memory"]["held"].items():
+        held.add_metric([holder], nbytes)
+    yield held
     yield _gauge("store_bytes", "Bytes of the journal and the snapshots.", status["store"]["bytes"])
     yield _gauge("store_failing", "Whether the store fails, so that planning pauses.", bool(status["store"]["error"]))
     yield from _remote_metrics(status.get("remote") or {})

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from overlord.core import client_messages as msg
 from overlord.core.client_messages import Attach, Attached, Reply, Request, StepHeader, Views, mesh_from_text
+from overlord.core.memory_account import MemoryAccount
 from overlord.core.messages import STORE_DOWN, AddedSource, Close, DropSource, FirstStep, HostNews, Nothing, Waiting
 from overlord.core.place_tree import ranks_of_host
 from overlord.core.plan import LoadingPlan
@@ -60,7 +61,7 @@ class ClientContext:
     server: StepServer
     constructor: DataConstructor
     arena: Arena
-    budget_bytes: int
+    memory: MemoryAccount
     served: Callable[[int], None]
     """Told the step that a client has come to."""
     connections: dict[int, ClientConnection] = field(default_factory=dict)
@@ -151,7 +152,7 @@ class ClientConnection:
         context, rank, at = self._context, request.rank, request.at
         begin = context.planner.ask(msg.FindBeginning(rank))
         here = context.server.ranks_of(mesh_from_text(begin.mesh))
-        self._lease_bytes = context.budget_bytes // (2 * max(len(here), 1))
+        self._lease_bytes = context.memory.lease_bytes(len(here))
         if begin.first_step is None:
             return Attached(begin, self._lease_bytes)
         self._pid, found = request.pid, begin
@@ -259,6 +260,8 @@ class ClientServer:
         planner: RemotePlanner,
         *,
         ranks_of: RanksOf,
+        memory: MemoryAccount,
+        role: str,
         read_bytes: Callable[[], int],
         successor: bool = False,
         served: Callable[[int], None] | None = None,
@@ -271,14 +274,14 @@ class ClientServer:
             arena,
             ranks_of=ranks_of,
             prefetch=options.prefetch,
-            budget_bytes=options.budget_bytes,
+            memory=memory,
             read_bytes=read_bytes,
             packers=min(2 + options.threads // (3 if constructor.decodes else 8), MOST_PACKERS),
             early=not successor and not options.recover,
         )
-        self._context = ClientContext(
-            planner, self._server, constructor, arena, options.budget_bytes, served or (lambda step: None)
-        )
+        memory.add("views", lambda: arena.used_bytes, role)
+        memory.add("samples", lambda: self._server.sample_bytes, role)
+        self._context = ClientContext(planner, self._server, constructor, arena, memory, served or (lambda step: None))
         self.ends_for: OverlordError | None = None
         """What clients that wait are told when it is closed; by default that the service was."""
         self._server.start()
@@ -287,11 +290,6 @@ class ClientServer:
     def clients(self) -> int:
         """How many are attached."""
         return len(self._context.connections)
-
-    @property
-    def view_bytes(self) -> int:
-        """Shared memory in use."""
-        return self._context.arena.used_bytes
 
     def listen(self, path: Path) -> AbstractContextManager[None]:
         """Serve clients on a socket while the context is open."""
@@ -360,7 +358,10 @@ class ConstructorHost(RoleHost):
             self._constructor,
             planner,
             ranks_of=lambda tree: ranks_of_host(number, self._hosts_of(tree.world_size), tree.world_size),
-            read_bytes=lambda: loaders.buffer_bytes,
+            memory=self._memory,
+            role=self._peers.me[0],
+            # The account has what loaders of this process hold.
+            read_bytes=lambda: 0 if "read ahead" in self._memory else loaders.buffer_bytes,
             successor=self._peers.me[1] > 1,
             served=self._note_served,
         )
@@ -411,6 +412,7 @@ class InlineConstructor(ConstructorHost):
         self._labels: dict[int, int] = {}
         self._positions: dict[int, int] = {}
         self._reached: dict[int, int] = {}
+        self._memory.add("microbatches", lambda: self._packed_bytes, self._peers.me[0])
         return Nothing()
 
     def look_at(self, ranks: Collection[int]) -> None:
@@ -450,7 +452,7 @@ class InlineConstructor(ConstructorHost):
             packed = self._constructor.constructor_do_plan(plan, self._gathered(plan), *place, _new_buffer, ranks)
             self._packed[key] = packed
             self._packed_bytes += packed.buffer.nbytes
-            while len(self._packed) > 1 and self._packed_bytes > self._options.budget_bytes // 4:
+            while len(self._packed) > 1 and self._packed_bytes > self._memory.room("microbatches"):
                 self._packed_bytes -= self._packed.popitem(last=False)[1].buffer.nbytes
         names, scalars = self._constructor.view_of(rank, plan, self._packed[key])
         arrays = self._packed[key].named()
@@ -473,7 +475,8 @@ class InlineConstructor(ConstructorHost):
         return super().close(message)
 
     def _news(self) -> HostNews:
-        return HostNews(dict(self._reached), dict(self._positions))
+        held = self._memory.held("microbatches")
+        return HostNews(dict(self._reached), dict(self._positions), memory=held)
 
     def _forget_passed(self) -> None:
         """Forget what every client has passed."""

@@ -3,7 +3,7 @@
 Rules of this file:
 1. The first host that asks for a step has all of it popped and finished; the others find their part here. A step that
    is not asked for in time is dropped, and made again for a host that asks later: everything here is a cache.
-2. What is staged stays within a byte budget; the step that is asked for is always made.
+2. What is staged stays within its room in the account of memory; the step that is asked for is always made.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from overlord.core.memory_account import MemoryAccount
 from overlord.core.messages import LoaderOrder, MetaDelta, MetaRequest, Payload
 from overlord.core.plan import LoadingPlan, Share, known_early, with_labels
 from overlord.core.samples import WHOLE, Cursor, Part, SampleId, take_meta
@@ -126,6 +127,8 @@ class LoaderFleet:
         """Threads that repeat what primaries elsewhere were asked for. Few: a new shadow reads its groups anew when
         its primary has taken over, and must not take the cores away from it."""
         self._shadows: dict[int, ShadowLoader] = {}
+        self.noted_bytes = 0
+        """What `buffer_bytes` was when it was last computed, which takes a while with hundreds of sources."""
         for source, pool in pools.items():
             self.add(source, pool)
 
@@ -226,7 +229,8 @@ class LoaderFleet:
     @property
     def buffer_bytes(self) -> int:
         """Bytes in the read buffers of all loaders."""
-        return sum(pool.loader.buffer_bytes for pool in self._pools.values())
+        self.noted_bytes = sum(pool.loader.buffer_bytes for pool in self._pools.values())
+        return self.noted_bytes
 
     @property
     def names(self) -> dict[int, str]:
@@ -360,12 +364,12 @@ class StagedSteps:
     """Hands every constructor host its part of each step."""
 
     def __init__(
-        self, fleet: LoaderFleet, *, hosts_of: Callable[[int], int], budget_bytes: int, all_columns: bool = False
+        self, fleet: LoaderFleet, *, hosts_of: Callable[[int], int], memory: MemoryAccount, all_columns: bool = False
     ) -> None:
         self._fleet = fleet
         self._all_columns = all_columns
         self._hosts_of = hosts_of
-        self._budget = budget_bytes
+        self._memory = memory
         self._staged: OrderedDict[_Asked, _StagedStep] = OrderedDict()
         self._lock = threading.Lock()
         self._turn = threading.Lock()
@@ -398,8 +402,12 @@ class StagedSteps:
     @property
     def buffer_bytes(self) -> int:
         """Bytes in the read buffers and of what is staged."""
-        with self._lock:
-            return self._fleet.buffer_bytes + sum(staged.nbytes for staged in self._staged.values())
+        return self._fleet.buffer_bytes + self.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is staged."""
+        return sum(staged.nbytes for staged in list(self._staged.values()))
 
     def _stage(self, plan: LoadingPlan, asked: _Asked) -> _StagedStep:
         with self._turn:  # steps leave the read buffers in the order in which they are asked for
@@ -427,7 +435,8 @@ class StagedSteps:
             for old in [one for one in (*self._taken, *self._staged) if one[0] < plan.step - KEPT]:
                 self._taken.pop(old, None)
                 self._staged.pop(old, None)
-            while len(self._staged) > 1 and sum(one.nbytes for one in self._staged.values()) > self._budget:
+            room = self._memory.room("staged")
+            while len(self._staged) > 1 and self.nbytes > room:
                 self._staged.popitem(last=False)
 
 

@@ -69,7 +69,9 @@ class LoaderHost(RoleHost):
         isolate = self._environment.isolate(self._options, self._ends)
         self._executors = self._environment.executors(self._options.threads, self._options.worker_threads, self._ends)
         isolate_reader = self._environment.isolate_reader(self._options, self._ends)
-        prepared = self._environment.prepare(self._job, self._options, isolate=isolate, isolate_reader=isolate_reader)
+        prepared = self._environment.prepare(
+            self._job, self._options, isolate=isolate, isolate_reader=isolate_reader, memory=self._memory
+        )
         first = len(prepared.job.sources)
         self._prepared = self._with_added(prepared, message)
         mine = [first + at for at, one in enumerate(message.added) if one.mine]
@@ -121,9 +123,13 @@ class LoaderHost(RoleHost):
         self._host = StagedSteps(
             fleet,
             hosts_of=self._hosts_of,
-            budget_bytes=self._options.budget_bytes // 2,
+            memory=self._memory,
             all_columns=self._options.constructor_do_plan is not None,
         )
+        staged, role = self._host, self._peers.me[0]
+        self._memory.add("read ahead", lambda: fleet.noted_bytes, role)
+        self._memory.add("staged", lambda: staged.nbytes, role)
+        self._memory.add("remote ranges", lambda: fetcher().held_bytes)
         give_back_freed_memory()
         return Nothing()
 
@@ -208,7 +214,8 @@ class LoaderHost(RoleHost):
         """Tell what the loaders of some sources hold and have met."""
         found = self._fleet.status()
         reports = {source: found[source] for source in message.sources if source in found}
-        return SourceReports(reports, fetched=fetcher().counters.since(self._fetched_before))
+        held = self._memory.held("read ahead", "staged", "shuffle groups", "remote ranges")
+        return SourceReports(reports, fetched=fetcher().counters.since(self._fetched_before), memory=held)
 
     def snapshot(self, message: SomeSources) -> LoaderSnapshots:
         """Tell what a loader that takes the place of one here must know, of some sources."""

@@ -9,6 +9,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -328,15 +329,16 @@ class RemoteLoaders:
         counted = [(source, WHOLE) for source in sorted({fault[0] for fault in faults})]  # by one of its hosts
         self._tell_all("note_faults", counted, message)
 
-    def status(self) -> tuple[dict[int, dict[str, Any]], dict[str, float]]:
-        """Return what the loaders of every source hold and have met, and what was asked of remote stores."""
+    def status(self) -> tuple[dict[int, dict[str, Any]], dict[str, float], dict[str, int]]:
+        """Return what loaders report of every source, of requests to remote stores, and of the memory they hold."""
         found: dict[int, dict[str, Any]] = {}
-        fetched = FetchCounters()
+        fetched, memory = FetchCounters(), Counter[str]()
         for answer in self._ask_all("status", self._all_parts(), _sources_of):
             fetched.merge(answer.fetched)
+            memory.update(answer.memory)
             for source, one in answer.sources.items():
                 add_up(found, source, one)
-        return dict(sorted(found.items())), fetched.report()
+        return dict(sorted(found.items())), fetched.report(), dict(memory)
 
     def snapshot(self) -> dict[str, Any]:
         """Return what the loaders of every source have met, by its name."""

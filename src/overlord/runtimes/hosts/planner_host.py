@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from overlord.core.client_messages import AddSource, Request, mesh_to_text
+from overlord.core.memory_account import HOLDERS
 from overlord.core.messages import (
     UNKNOWN_FILES,
     AdmitSource,
@@ -243,10 +244,11 @@ class PlannerHost(RoleHost):
         self._history.verdicts.add(message.source, message.row, message.reason, message.epoch)
         return Nothing()
 
-    def _status(self, positions: Mapping[int, int], view_bytes: int) -> dict[str, Any]:
+    def _status(self, positions: Mapping[int, int], held: Mapping[str, int]) -> dict[str, Any]:
         """Return what `service.status()` tells: roles, positions, buffers, planned and realised mixture."""
         planner, cluster = self._host.planner, self._options.cluster
-        statuses, fetched = self._remote.status()
+        statuses, fetched, memory = self._remote.status()
+        memory = {name: memory.get(name, 0) + held.get(name, 0) for name in HOLDERS if name in {*memory, *held}}
         names = planner.inputs.names
         state = planner.latest_state.grown(len(names))
         roster = planner.inputs.roster_at(planner.next_step)
@@ -291,7 +293,7 @@ class PlannerHost(RoleHost):
             },
             "store": planner.checkpoints.store.status(),
             "clients": {str(rank): step for rank, step in sorted(positions.items())},
-            "buffers": {"views_bytes": view_bytes, "read_bytes": sum(s["buffer_bytes"] for s in sources.values())},
+            "memory": {"budget_bytes": self._options.budget_bytes, "held": memory},
             "remote": fetched,
             "mixture_level": mixture.level,
             "sources": {name: sources[name] for name in dict.fromkeys((*written, *sources))},

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from overlord.core.memory_account import MemoryAccount
 from overlord.core.messages import AddedSource, Alive, Close, Nothing, Prepare
 from overlord.errors import SpecError
 from overlord.job.specs import Job, Source, secret_options
@@ -71,6 +72,10 @@ class RoleEnvironment:
         ends.callback(readers.close)
         return readers.isolate
 
+    def memory(self, options: ServiceOptions) -> MemoryAccount:
+        """Return the account of what the process holds in memory; roles of one process share it."""
+        return MemoryAccount(options.budget_bytes)
+
     def progress(self, what: str, done: int, of: int) -> None:
         """Report how far the opening of sources is; a supervisor in another process asks for it instead."""
 
@@ -114,6 +119,7 @@ class RoleHost:
         self._peers = peer_client
         self._blobs = blobs
         self._environment = environment or RoleEnvironment()
+        self._memory = self._environment.memory(options)
         self._ends = contextlib.ExitStack()
 
     @property
@@ -142,7 +148,8 @@ class RoleHost:
     def prepare(self, message: Prepare) -> Nothing:
         """Bring the job into the form its stream is made from, with the sources that were added since."""
         isolate = self._environment.isolate(self._options, self._ends) if self._options.pooled else None
-        self._prepared = self._with_added(self._environment.prepare(self._job, self._options, isolate=isolate), message)
+        prepared = self._environment.prepare(self._job, self._options, isolate=isolate, memory=self._memory)
+        self._prepared = self._with_added(prepared, message)
         return Nothing()
 
     def _with_added(self, prepared: Prepared, message: Prepare) -> Prepared:

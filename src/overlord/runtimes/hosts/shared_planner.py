@@ -24,7 +24,7 @@ import logging
 import math
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -344,8 +344,8 @@ logger = logging.getLogger("overlord")
 Given = TypeVarTuple("Given")
 
 
-Describe = Callable[[Mapping[int, int], int], dict[str, Any]]
-"""Makes the status from the positions of all ranks and the bytes of all views."""
+Describe = Callable[[Mapping[int, int], Mapping[str, int]], dict[str, Any]]
+"""Makes the status from the positions of all ranks and the memory that constructors hold."""
 
 
 def goes_back(planner: Planner, rank: int, step: int, reached: Mapping[int, int], attached: Collection[int]) -> bool:
@@ -945,7 +945,10 @@ class SharedPlanner:
         try:
             newest = list(self._newest_news.values())
             positions = {rank: at for news in newest for rank, at in news.positions.items()}
-            found = self._describe(positions, sum(news.view_bytes for news in newest))
+            memory = Counter[str]()
+            for news in newest:
+                memory.update(news.memory)
+            found = self._describe(positions, memory)
         finally:
             if held:
                 self._changed.release()

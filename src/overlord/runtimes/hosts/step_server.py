@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from overlord.core.client_messages import CountLabels, StepHeader, ViewFacts, mesh_to_text
+from overlord.core.memory_account import MemoryAccount
 from overlord.core.messages import STORE_DOWN, HostNews, Waiting
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
@@ -548,7 +549,7 @@ class StepServer:
         *,
         ranks_of: RanksOf,
         prefetch: int,
-        budget_bytes: int,
+        memory: MemoryAccount,
         read_bytes: Callable[[], int],
         packers: int = 2,
         early: bool = True,
@@ -561,7 +562,7 @@ class StepServer:
         self._clients = AttachedClients(prefetch=prefetch, first_step=planner.first_step, early=early)
         self._refused: dict[int, SpecError] = {}
         self._prefetch = prefetch
-        self._budget = budget_bytes
+        self._memory = memory
         self._read_bytes = read_bytes
         self._changed = threading.Condition()
         self._cache = StepCache(constructor, arena)
@@ -599,12 +600,17 @@ class StepServer:
             return HostNews(
                 clients.reached,
                 clients.positions,
-                self._arena.used_bytes,
                 waited_s=waited_s,
                 fetched_bytes=self._cache.fetched_bytes,
                 held_bytes=self._cache.held_bytes,
                 packed_bytes=self._cache.packed_bytes,
+                memory=self._memory.held("views", "samples"),
             )
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of the samples that are gathered."""
+        return sum(gathered.samples.nbytes for gathered in list(self._cache.samples.values()))
 
     def attach(self, rank: int, begin: int, at: int | None = None) -> tuple[int, int | None]:
         """Attach a client where its rank begins, or where it was; return its number, and how far its rank had come."""
@@ -761,10 +767,9 @@ class StepServer:
         """Whether a step may be built now: within the budget, or because a client is at it."""
         if step == next(iter(wanted)) or self._clients.stands_at(step):
             return True
-        held = sum(gathered.samples.nbytes for gathered in self._cache.samples.values())
-        held += self._arena.used_bytes + self._read_bytes()
         # Steps are much alike: what is being gathered, and what would come now, will be like the last.
-        return held + (len(self._gathering) + 1) * self._last_bytes <= self._budget
+        coming = (len(self._gathering) + 1) * self._last_bytes
+        return self._memory.total + self._read_bytes() + coming <= self._memory.budget_bytes
 
     def _tell_missing(self, step: int, missing: int) -> None:
         """Say once that a step cannot be planned before a report comes, if a client stands there."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from overlord.core.draw import Limits
+from overlord.core.memory_account import MemoryAccount
 from overlord.core.messages import OpenedSources, SourceFacts
 from overlord.core.order import BEGIN, DataFile, SortedOrder, SourceOrder
 from overlord.core.place_tree import ClientPlaceTree
@@ -432,10 +433,6 @@ class Prepared:
     """Parked sources whose files cannot be opened, with the digests that the fingerprint has of them."""
 
 
-GROUPS_OF_BUDGET = 8
-"""The part of the budget of bytes ahead, one in so many, that the shuffle groups of a process have in memory."""
-
-
 @dataclass(frozen=True, slots=True)
 class ResumedState:
     """Where a stream stands when it is launched."""
@@ -453,11 +450,13 @@ def prepare(
     isolate: Isolate | None = None,
     state: Mapping[str, Any] | None = None,
     isolate_reader: IsolateReader | None = None,
+    memory: MemoryAccount | None = None,
 ) -> Prepared:
     """Bring a job into the form its stream is made from, and refuse what it and the launch cannot do together.
 
     Args:
         state: The state it goes on from, with changes that were journaled after it; by default that of the launch.
+        memory: Counts what this process holds; by default nothing else of it is counted.
     """
     state = state or options.numbering or options.state
     gone = names_gone(job, state)
@@ -472,8 +471,10 @@ def prepare(
     warm_job(job, options.layout)  # no step may wait for a compiler; a wrong job need not either
     given = {kind: getattr(options, kind) for kind in HOOK_KINDS}
     hooks = {kind: RunningHook(hook, kind, job.seed) for kind, hook in given.items() if hook is not None}
-    groups = options.budget_bytes // GROUPS_OF_BUDGET
-    cache = IndexCache(Path(options.cache) / "index", groups, range_cache(Path(options.cache), options.cache_bytes))
+    account = memory or MemoryAccount(options.budget_bytes)
+    ranges = range_cache(Path(options.cache), options.cache_bytes)
+    cache = IndexCache(Path(options.cache) / "index", lambda: account.room("shuffle groups"), ranges)
+    account.add("shuffle groups", lambda: cache.groups.nbytes)
     if isolate is not None and any(options.pools(source) for source in job.sources):
         cache.memory = shared_heap()
     return Prepared(

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from overlord.core.memory_account import MemoryAccount
 from overlord.core.messages import HandedOver, Heartbeat, Media, Nothing, Payload
 from overlord.job.specs import Job
 from overlord.runtimes.hosts.prefetch import Executors, SerialWorkers
@@ -81,6 +82,12 @@ class SharedEnvironment(RoleEnvironment):
     """The environment of all roles of one process: what a job is prepared to is the same for all, and made once."""
 
     _prepared: Prepared | None = None
+    _memory: MemoryAccount | None = None
+
+    def memory(self, options: ServiceOptions) -> MemoryAccount:
+        if self._memory is None:
+            self._memory = super().memory(options)
+        return self._memory
 
     def prepare(self, job: Job, options: ServiceOptions, **given: Any) -> Prepared:
         if self._prepared is None:
