@@ -139,7 +139,7 @@ def test_a_service_that_cannot_come_back_is_told(tmp_path: Path, cache: str) -> 
 def test_a_service_without_clients_shows_its_sources_only(ids_job: ol.Job, cache: str) -> None:
     with ol.launch(ids_job, runtime="inline", cache=cache) as service:
         sentence, _, memory = status_tables(service.status())
-        assert "no trainer is attached" in sentence and "(budget 537 MB a host)" in memory
+        assert "no trainer is attached" in sentence and memory.endswith(" a host)")
 
 
 class _Stuck:

@@ -141,7 +141,7 @@ class ServiceOptions:
         other.
         """
         tokenizes = isinstance(source.sample, Text) and not source.sample.tokenized
-        return self.pooled or (self.threads > 1 and tokenizes)
+        return (self.threads > 1 and tokenizes) or self.pooled  # in this order: the second reads files of the kernel
 
 
 # --------------------------------------------------------------------------------------------------------------
