@@ -1,8 +1,8 @@
 """Flipped bytes: every reader and every image decoder answers with rows, bad samples or our errors, never a signal.
 
-Each case flips one byte of a small valid file, by a seed. `make test` runs 200 flips of each file (40 of a columnar file,
-whose 200 are in `make test-slow`), `make test-nightly` 20,000. What pyarrow decodes is read in reader processes, as a service reads it; the rest in forked children, which
-must not end by a signal.
+Each case flips one byte of a small valid file, by a seed. `make test` runs 200 flips of each file (40 of a columnar
+file, whose 200 are in `make test-slow`), `make test-nightly` 20,000. What pyarrow decodes is read in reader processes,
+as a service reads it; the rest in forked children, which must not end by a signal.
 """
 
 from __future__ import annotations
