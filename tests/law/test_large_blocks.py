@@ -21,26 +21,27 @@ from overlord.errors import StateError
 from overlord.readers.spill import HeldRows
 from overlord.testing import assert_resumes_anywhere, stream_digests
 
-ROWS = 1_500
+ROWS = 3_000
+FEW_ROWS = 1_500
 SHUFFLE_BYTES = 64 << 10
 
 
-def job_of(folder: Path, kind: str, *, samples: int = 100, **options: Any) -> ol.Job:
-    """Write half a megabyte or more of rows as one row group, and return a job that reads it with a smaller shuffle."""
+def job_of(folder: Path, kind: str, *, samples: int = 100, rows: int = ROWS, **options: Any) -> ol.Job:
+    """Write rows as one row group, 1 MB or more of ROWS, and return a job that reads it with a smaller shuffle."""
     random = np.random.default_rng(0)
     if kind in ("text", "lines"):
-        column = pa.array([f"{row} {random.bytes(150).hex()}" for row in range(ROWS)])
+        column = pa.array([f"{row} {random.bytes(150).hex()}" for row in range(rows)])
         table, sample = pa.table({"text": column}), ol.Text("text")
     elif kind == "tokens":
-        ids = [random.integers(0, 30_000, 1 + int(n)) for n in random.integers(0, 200, ROWS)]
+        ids = [random.integers(0, 30_000, 1 + int(n)) for n in random.integers(0, 200, rows)]
         table, sample = pa.table({"ids": pa.array(ids, pa.list_(pa.int32()))}), ol.Text("ids", tokenized=True)
     else:
         images = []
-        for _ in range(200):
+        for _ in range(400):
             out = io.BytesIO()
             Image.fromarray(random.integers(0, 255, (56, 56, 3), np.uint8)).save(out, "JPEG", quality=95)
             images.append(out.getvalue())
-        table = pa.table({"jpg": pa.array(images, pa.binary()), "text": [f"{n}" for n in range(200)]})
+        table = pa.table({"jpg": pa.array(images, pa.binary()), "text": [f"{n}" for n in range(400)]})
         sample = ol.ImageText("jpg", "text", patch=14, min_pixels=56 * 56, max_pixels=56 * 56)
     path = folder / f"{kind}.parquet"
     pq.write_table(table, path)
@@ -66,7 +67,7 @@ def drawn_rows(service: Any, steps: int) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("kind", ["text", "tokens", "images", "lines"])
 def test_a_file_of_one_row_group_is_shuffled_anew_in_every_epoch(kind: str, tmp_path: Path, cache):
     job = job_of(tmp_path, kind)
-    rows = 200 if kind == "images" else ROWS
+    rows = 400 if kind == "images" else ROWS
     with ol.launch(job, runtime="inline", cache=cache) as service:
         row, epoch = drawn_rows(service, 2 * rows // 100)
     first, second = row[epoch == 0], row[epoch == 1]
@@ -80,7 +81,7 @@ def test_a_file_of_one_row_group_is_shuffled_anew_in_every_epoch(kind: str, tmp_
 
 @pytest.mark.parametrize("kind", ["tokens", pytest.param("lines", marks=pytest.mark.slow)])
 def test_it_is_resumed_at_any_row(kind: str, tmp_path: Path, cache):
-    job = job_of(tmp_path, kind, samples=61)  # group ends lie anywhere in a step
+    job = job_of(tmp_path, kind, samples=61, rows=FEW_ROWS)  # group ends lie anywhere in a step
     assert_resumes_anywhere(job, steps=12, mesh=ol.ClientPlaceTree(dp=2), cache=cache)
     with ol.launch(job, runtime="inline", cache=cache) as service:
         whole = drawn_rows(service, 35)[0].tolist()
@@ -107,7 +108,7 @@ def test_it_is_resumed_at_any_row(kind: str, tmp_path: Path, cache):
 )
 @pytest.mark.parametrize("kind", ["tokens", pytest.param("lines", marks=pytest.mark.slow)])
 def test_the_stream_is_the_same_at_any_scale(kind: str, options: dict[str, Any], tmp_path: Path, cache):
-    job = job_of(tmp_path, kind)
+    job = job_of(tmp_path, kind, rows=FEW_ROWS)
     expected = stream_digests(job, steps=20, cache=cache)
     assert stream_digests(job, steps=20, cache=cache, **options) == expected
 
