@@ -84,7 +84,7 @@ def check_storm(setting: str, seed: int, faults: int, demo_files) -> Outcome:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("setting", ["local", pytest.param("shadows", marks=pytest.mark.slow)])
 def test_a_few_faults_in_every_kind_of_process(setting, demo_files):
-    check_storm(setting, 1, 4, demo_files)
+    check_storm(setting, 1, 6, demo_files)
 
 
 @pytest.mark.slow
