@@ -48,8 +48,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(300))
         if item.get_closest_marker("ray") and item.get_closest_marker("slow_on_ray"):
             item.add_marker(pytest.mark.slow)
-        if item.get_closest_marker("slow_but_inline") and item.callspec.params["where"] != "inline":  # type: ignore[attr-defined]
-            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("slow_but_inline"):
+            given = item.callspec.params  # type: ignore[attr-defined]
+            if "inline" not in (given.get(name) for name in ("where", "runtime", "transport")):
+                item.add_marker(pytest.mark.slow)
     # A run that may not get through all of the suite begins at another module with every commit.
     turn = int(os.environ.get("OVERLORD_TESTS_FROM", "0")[:8], 16)
     modules = list(dict.fromkeys(item.nodeid.partition("::")[0] for item in items))

@@ -19,6 +19,9 @@ from pathlib import Path
 
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - other tests run at the same time
+# New files of logs are looked for twice in a second, as where there are very many of them. Ten times in a second takes
+# half a minute of a core in the quarter of an hour that the tests run.
+os.environ["RAY_LOG_MONITOR_MANY_FILES_THRESHOLD"] = "0"
 
 NODES = 3
 CPUS = 64

@@ -267,6 +267,7 @@ def page_of(service):
     return None
 
 
+@pytest.mark.slow
 def test_a_launched_page_that_is_killed_is_started_again(ids_job, tmp_path, caplog):
     with ol.launch(ids_job, cache=tmp_path, dashboard=0) as service:
         url, pids = service.dashboard, set()

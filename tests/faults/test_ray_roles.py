@@ -18,22 +18,23 @@ from tests.faults.test_roles_killed import MESH, consume, expected, strike  # no
 pytestmark = pytest.mark.ray
 
 ROLES = [
-    pytest.param("planner", signal.SIGKILL, marks=pytest.mark.slow),
-    pytest.param("planner", signal.SIGSTOP, marks=pytest.mark.nightly),
-    pytest.param("constructor host 0", signal.SIGKILL, marks=pytest.mark.nightly),
-    pytest.param("constructor host 0", signal.SIGSTOP, marks=pytest.mark.slow),
-    ("loader host 1", signal.SIGKILL),
-    pytest.param("loader host 1", signal.SIGSTOP, marks=pytest.mark.nightly),
+    pytest.param("planner", signal.SIGKILL, (7, 23), marks=pytest.mark.slow),
+    pytest.param("planner", signal.SIGSTOP, (7, 23), marks=pytest.mark.nightly),
+    pytest.param("constructor host 0", signal.SIGKILL, (7, 23), marks=pytest.mark.nightly),
+    pytest.param("constructor host 0", signal.SIGSTOP, (7, 23), marks=pytest.mark.slow),
+    ("loader host 1", signal.SIGKILL, (7,)),
+    pytest.param("loader host 1", signal.SIGKILL, (7, 23), marks=pytest.mark.slow),
+    pytest.param("loader host 1", signal.SIGSTOP, (7, 23), marks=pytest.mark.nightly),
 ]
 
 
-@pytest.mark.parametrize(("role", "signum"), ROLES)
-def test_every_role(ids_job, cache, expected, ray_address, role, signum):  # noqa: F811
+@pytest.mark.parametrize(("role", "signum", "steps"), ROLES)
+def test_every_role(ids_job, cache, expected, ray_address, role, signum, steps):  # noqa: F811
     options = {"runtime": "ray", "address": ray_address, "threads": 1, "loader_hosts": 2, "heartbeat": 2.0}
     with ol.launch(ids_job, mesh=MESH, shadows=role == "planner", cache=cache, **options) as service:
 
         def at_step(step):
-            if step in (7, 23):
+            if step in steps:
                 strike(service, role, signum)
 
         assert consume(service, 0.05, at_step) == expected

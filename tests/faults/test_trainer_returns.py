@@ -171,8 +171,12 @@ def kill_planner(service: ol.Service) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "how"),
-    [(2, {}), pytest.param(1, {"loader_hosts": 2}, marks=pytest.mark.slow)],
-    ids=["local", "processes"],
+    [
+        (1, {}),
+        pytest.param(2, {}, marks=pytest.mark.slow),
+        pytest.param(1, {"loader_hosts": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["local", "two trainers", "processes"],
 )
 def test_trainers_and_service_that_die_together_go_on_at_the_checkpoint(ids_job, cache, ranks, how):
     """The newest snapshot is older than the checkpoint, and the last records of plans may be lost."""
@@ -345,7 +349,7 @@ def test_ranks_that_disagree_are_told(ids_job, cache, monkeypatch):
         assert service.status()["restarts"] == 0, "nothing has moved"
 
 
-@pytest.mark.parametrize("runtime", ["inline", "local"])
+@pytest.mark.parametrize("runtime", ["inline", pytest.param("local", marks=pytest.mark.slow)])
 def test_a_step_that_the_store_does_not_keep_is_refused(ids_job, cache, runtime):
     with ol.launch(ids_job, cache=cache, keep=16, runtime=runtime) as service:
         with service.client() as client:

@@ -183,7 +183,7 @@ _TRAINER = """
     from overlord.integrations.torch_loader import DataLoader
     dist.init_process_group("gloo")
     job = ol.Job.from_mapping(json.loads(sys.argv[1]))
-    with DataLoader(job, mesh=ol.ClientPlaceTree(dp=2, cp=2), cache=sys.argv[2]) as loader:
+    with DataLoader(job, mesh=sys.argv[3], cache=sys.argv[2]) as loader:
         seen = []
         for step, _ in zip(loader, range(4)):
             seen += [sum(batch["input_ids"].flatten().tolist()) for batch in step.microbatches]
@@ -196,21 +196,19 @@ _TRAINER = """
 """
 
 
-def test_torchrun_ranks_share_one_service(ids_job, cache, tmp_path):
+# Each rank is a process that imports torch: two CPU seconds.
+@pytest.mark.parametrize("mesh", ["dp=2", pytest.param("dp=2,cp=2", marks=pytest.mark.slow)])
+def test_torchrun_ranks_share_one_service(ids_job, cache, tmp_path, mesh):
+    tree = ol.ClientPlaceTree.parse(mesh)
     script = tmp_path / "trainer.py"
     script.write_text(textwrap.dedent(_TRAINER))
     job = ids_job.model_dump_json(by_alias=True)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "--standalone", str(script), job, cache],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={tree.world_size}", "--standalone"]
+    done = subprocess.run([*command, str(script), job, cache, mesh], capture_output=True, text=True, timeout=100)
     assert "RESULT" in done.stdout, done.stderr[-3000:]
-    mesh = ol.ClientPlaceTree(dp=2, cp=2)
     expected = []
-    with ol.launch(ids_job, mesh=mesh, runtime="inline", cache=cache) as service:
-        for rank in range(4):
+    with ol.launch(ids_job, mesh=tree, runtime="inline", cache=cache) as service:
+        for rank in range(tree.world_size):
             client = service.client(rank=rank)
             steps = [next(client) for _ in range(4)]
             expected.append([int(b["input_ids"].sum()) for step in steps for b in step.microbatches])

@@ -164,6 +164,7 @@ def test_tolerance_stops_the_run(tmp_path, tokenizer, cache):
 
 
 @pytest.mark.slow_on_ray
+@pytest.mark.slow_but_inline
 def test_images_that_do_not_decode_or_are_bombs(tmp_path, tokenizer, cache, where, caplog):
     good = jpeg(96, 64)
     truncated = good[: len(good) // 3]
@@ -231,6 +232,7 @@ def test_honest_length_column_gives_the_same_stream(tmp_path, cache):
 
 
 @pytest.mark.slow_on_ray
+@pytest.mark.slow_but_inline
 def test_a_file_that_vanishes_during_the_run_stops_it(tmp_path, cache, where):
     for number in range(40):
         write_ids(tmp_path / "s" / f"{number:02d}.jsonl", [9] * 300)

@@ -14,7 +14,7 @@ from overlord.core.plan import chain_digest
 from overlord.testing import stream_digests
 
 MESH = ol.ClientPlaceTree(dp=2, cp=2)
-STEPS = 50
+STEPS = 30
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,10 @@ def reference(mixed_job, cache):
         {"runtime": "local", "prefetch": 8, "threads": 4, "loaders_per_source": 2},
         {"runtime": "local", "threads": 4, "loader_hosts": 2},
         pytest.param({"runtime": "ray", "prefetch": 1, "threads": 1}, marks=[pytest.mark.ray, pytest.mark.slow]),
-        pytest.param({"runtime": "ray", "loader_hosts": 3, "loaders_per_source": 2}, marks=pytest.mark.ray),
+        # The quick suite has the digests of a stream on Ray in faults/test_ray_roles.py, whose loader host is killed.
+        pytest.param(
+            {"runtime": "ray", "loader_hosts": 3, "loaders_per_source": 2}, marks=[pytest.mark.ray, pytest.mark.slow]
+        ),
         pytest.param(
             {"runtime": "ray", "ranks_per_host": 2, "prefetch": 4}, marks=[pytest.mark.ray, pytest.mark.nightly]
         ),
@@ -93,7 +96,7 @@ from examples.demo.demo_data import demo_job, write_demo
 from overlord.core.plan import chain_digest
 from overlord.testing import stream_digests
 job = demo_job(write_demo(Path(sys.argv[1]), scale=0.03)).replace(batch=ol.Batch(2048, global_samples=16), seed=7)
-print(stream_digests(job, mesh=ol.ClientPlaceTree(dp=2, cp=2), steps=50, cache=sys.argv[2]))
+print(stream_digests(job, mesh=ol.ClientPlaceTree(dp=2, cp=2), steps=int(sys.argv[3]), cache=sys.argv[2]))
 """
 
 
@@ -101,7 +104,7 @@ print(stream_digests(job, mesh=ol.ClientPlaceTree(dp=2, cp=2), steps=50, cache=s
 def test_python_hash_seed_changes_nothing(demo_files, cache, reference, hash_seed):
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
     done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, str(demo_files.folder), cache],
+        [sys.executable, "-c", _SCRIPT, str(demo_files.folder), cache, str(STEPS)],
         env=environment,
         cwd=Path(__file__).parents[2],  # where the script finds examples/
         capture_output=True,

@@ -233,6 +233,7 @@ def test_ranks_that_left_do_not_hold_the_snapshots(ids_job, cache, tmp_path):
 
 
 @pytest.mark.parametrize("where", ["inline", "local"], indirect=True)
+@pytest.mark.slow_but_inline
 def test_what_is_wrong_is_refused_and_nothing_changes(ids_job, cache, where):
     def stubborn(buffer, tree):
         if tree.dp == 3:

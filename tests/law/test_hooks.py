@@ -77,6 +77,7 @@ def steady(whole_job, cache):
 
 
 @pytest.mark.slow_on_ray
+@pytest.mark.slow_but_inline
 def test_what_a_batch_holds_is_what_the_hooks_made(whole_job, cache, where):
     with ol.launch(whole_job, cache=cache, **where, **PAIRS) as service:
         step = next(service.client())

@@ -186,6 +186,7 @@ def test_a_source_of_weight_zero_is_never_opened(tmp_path, cache):
 
 
 @pytest.mark.slow_on_ray
+@pytest.mark.slow_but_inline
 def test_status_shows_planned_and_realised_shares(ids_job, cache, where):
     with ol.launch(ids_job, **where, cache=cache) as service:
         client = service.client()

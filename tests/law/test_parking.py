@@ -62,6 +62,7 @@ def plain(state):
 
 
 @pytest.mark.parametrize("where", ["inline", "local"], indirect=True)
+@pytest.mark.slow_but_inline
 def test_by_default_the_run_stops(folder, tmp_path, where):
     with ol.launch(job_of(folder), cache=str(tmp_path / "cache"), **where) as service, service.client() as client:
         Disk(folder, "b").unplug()

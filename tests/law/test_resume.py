@@ -342,6 +342,7 @@ def test_mutated_states_raise_nothing_but_our_errors(ids_job, cache, count):
 
 
 @pytest.mark.slow_on_ray
+@pytest.mark.slow_but_inline
 def test_a_rank_that_left_long_ago_holds_the_snapshot_where_it_was(ids_job, cache, tmp_path, monkeypatch, where):
     monkeypatch.setattr("overlord.roles.planner.KEPT_STATES", 8)
     with (

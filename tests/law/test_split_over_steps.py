@@ -75,6 +75,7 @@ def check(totals, pieces, lengths):
 
 
 @pytest.mark.slow_on_ray
+@pytest.mark.slow_but_inline
 def test_a_novel_fills_many_steps_and_no_step_is_too_full(tmp_path, cache, where):
     spread = {"books": [1500, 9, 40, 700], "web": [int(n) for n in 1 + np.arange(60) * 7 % 90]}
     lengths = {(name, row): n for name, rows in spread.items() for row, n in enumerate(rows)}

@@ -77,6 +77,7 @@ def test_what_a_service_promises(ids_job, cache, tmp_path, transport):
 
 @pytest.mark.slow_on_ray
 @pytest.mark.parametrize("wrong", ["files", "columns", "prefetch"])
+@pytest.mark.slow_but_inline
 def test_what_is_wrong_with_a_launch_is_told_as_it_is(ids_job, cache, tmp_path, transport, wrong):
     job, more = ids_job, {}
     if wrong == "files":

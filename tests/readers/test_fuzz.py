@@ -1,8 +1,8 @@
 """Flipped bytes: every reader and every image decoder answers with rows, bad samples or our errors, never a signal.
 
-Each case flips one byte of a small valid file, by a seed. `make test` runs 200 flips of each file, `make test-nightly`
-20,000. What pyarrow decodes is read in reader processes, as a service reads it; the rest in forked children, which
-must not end by a signal.
+Each case flips one byte of a small valid file, by a seed. `make test` runs 200 flips of each file (40 of a columnar
+file, whose 200 are in `make test-slow`), `make test-nightly` 20,000. What pyarrow decodes is read in reader processes,
+as a service reads it; the rest in forked children, which must not end by a signal.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ MOST_BYTES = 1 << 30
 """What a child may use beyond what it starts with, and a reader process in all."""
 
 COUNTS = [FEW, pytest.param(MANY, marks=pytest.mark.nightly)]
+# A columnar file is read by another process, which takes a hundred times longer than a read in a forked child.
+COLUMNAR_COUNTS = [40, pytest.param(FEW, marks=pytest.mark.slow), pytest.param(MANY, marks=pytest.mark.nightly)]
 
 
 def flip(data: bytes, name: str, seed: int) -> bytes:
@@ -121,7 +123,7 @@ def read_everything(path: Path, cache: Path, pool: ReaderProcesses | None, colum
 
 
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", COLUMNAR_COUNTS)
 @pytest.mark.parametrize("name", COLUMNAR)
 def test_columnar_files(name: str, count: int, tmp_path: Path, pool: ReaderProcesses) -> None:
     if count == MANY:  # of each reader, over all of its files

@@ -132,6 +132,7 @@ def test_a_job_that_cannot_be_sent_is_refused(tmp_path, cache):
 
 
 @pytest.mark.slow_on_ray
+@pytest.mark.slow_but_inline
 def test_a_closed_client_says_so(ids_job, cache, where):
     with ol.launch(ids_job, **where, cache=cache) as service:
         client = service.client()
@@ -169,6 +170,7 @@ def test_an_array_that_goes_while_a_client_asks_is_given_back(ids_job, cache):
 
 
 @pytest.mark.slow_on_ray
+@pytest.mark.slow_but_inline
 def test_wrong_arguments_are_spec_errors(ids_job, cache, where):
     def refused(**options) -> str:
         with pytest.raises(ol.SpecError) as caught:
@@ -296,6 +298,7 @@ def test_a_trainer_that_runs_out_of_descriptors_is_told_so(mixed_job, cache):
 
 
 @pytest.mark.parametrize("runtime", ["inline", "local"])
+@pytest.mark.slow_but_inline
 def test_an_absurd_change_is_refused_before_it_is_journaled(ids_job, cache, tmp_path, runtime):
     job = ids_job.replace(
         sources=[source.replace(weight=None) for source in ids_job.sources],

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,17 +21,24 @@ from overlord.testing.object_server import FAULTS, ObjectServer, ServerFaults
 STEPS = 24
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ObjectServer]:
-    folder = tmp_path / "served" / "bucket"
-    folder.mkdir(parents=True)
-    chance = random.Random(1)
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one bucket, which no test changes."""
+    served = tmp_path_factory.mktemp("served")
+    folder = served / "bucket"
+    folder.mkdir()
+    random = np.random.default_rng(1)
     for number in range(3):
-        rows = [[chance.randrange(50_000) for _ in range(chance.randrange(100, 900))] for _ in range(400)]
+        rows = [random.integers(0, 50_000, random.integers(100, 900)).tolist() for _ in range(400)]
         pq.write_table(pa.table({"ids": rows}), folder / f"{number}.parquet", row_group_size=150)
         lines = "\n".join(json.dumps({"ids": row}) for row in rows)
         (folder / f"{number}.jsonl").write_text(lines)
-    with ObjectServer(tmp_path / "served", faults=ServerFaults(silence_s=0.5)) as running:
+    return served
+
+
+@pytest.fixture
+def server(served: Path) -> Iterator[ObjectServer]:
+    with ObjectServer(served, faults=ServerFaults(silence_s=0.5)) as running:
         yield running
 
 
@@ -46,12 +53,15 @@ def remote_job(server: ObjectServer, **keys: str) -> ol.Job:
     return job_of("s3://bucket", storage_options=options)
 
 
-@pytest.mark.parametrize("runtime", ["inline", "local"])
-def test_the_stream_is_that_of_the_local_files_and_is_fetched_once(runtime: Any, server: ObjectServer, tmp_path: Path):
+# Four services each; the next test has the same stream from a service of its own process.
+@pytest.mark.parametrize("runtime", ["inline", pytest.param("local", marks=pytest.mark.slow)])
+def test_the_stream_is_that_of_the_local_files_and_is_fetched_once(
+    runtime: Any, server: ObjectServer, served: Path, tmp_path: Path
+):
     def digests(job: ol.Job, cache: str, **options: Any):
         return stream_digests(job, steps=STEPS, runtime=runtime, cache=str(tmp_path / cache), **options)
 
-    here = digests(job_of(str(tmp_path / "served" / "bucket")), "local")
+    here = digests(job_of(str(served / "bucket")), "local")
     assert here == digests(remote_job(server), "remote")
     assert server.counts["LIST"] == 2 and server.counts["GET"] > 0
     server.counts.clear()
@@ -60,10 +70,8 @@ def test_the_stream_is_that_of_the_local_files_and_is_fetched_once(runtime: Any,
     assert not (tmp_path / "none" / "remote").exists()
 
 
-def test_faults_of_the_store_change_nothing_and_are_counted(server: ObjectServer, tmp_path: Path):
-    here = stream_digests(
-        job_of(str(tmp_path / "served" / "bucket")), steps=STEPS, runtime="inline", cache=str(tmp_path / "local")
-    )
+def test_faults_of_the_store_change_nothing_and_are_counted(server: ObjectServer, served: Path, tmp_path: Path):
+    here = stream_digests(job_of(str(served / "bucket")), steps=STEPS, runtime="inline", cache=str(tmp_path / "local"))
     server.faults.choose = lambda number: FAULTS[number // 3 % len(FAULTS)] if number % 3 == 1 else None
     cache = str(tmp_path / "remote")
     assert here == stream_digests(remote_job(server), steps=STEPS, runtime="local", cache=cache)
