@@ -10,9 +10,13 @@ its sockets lie in the folder of its launcher.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    gc.disable()  # nothing of what is imported is garbage, and looking for some is a tenth of a start
 
 from overlord.readers.parquet_footer import warm_footer
 from overlord.readers.parquet_pages import warm_pages
@@ -63,4 +67,6 @@ if __name__ == "__main__":
     warm_footer()
     warm_pages()
     start_template()  # now: a process with threads must not be copied
+    gc.freeze()
+    gc.enable()
     run_service(serving)
