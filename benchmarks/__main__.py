@@ -439,6 +439,30 @@ BENCHMARKS = (
         also=(Bound("seconds_demo", "seconds_demo_bar", False, " s"),),
     ),
     Benchmark(
+        "start",
+        what="launch to the first step of a `local` service: 306 Parquet sources (24 MB in row groups of 8 MB), 20 "
+        "sources of one row group of 256 MB, 306 sources of 50 MB of lines in .jsonl.gz; two cores, warm page cache",
+        against="the bars; the rate after the first step with 306 sources over that with 16; what was written to disk",
+        figure="parquet_seconds",
+        bar="parquet_seconds_bar",
+        at_least=False,
+        unit=" s",
+        plot_title="From launch to the first step",
+        plot_unit="seconds",
+        plotted=(
+            ("306 Parquet sources", "parquet_seconds", ""),
+            ("20 row groups of 256 MB", "one_group_seconds", ""),
+            ("306 .jsonl.gz sources", "gzip_seconds", ""),
+        ),
+        quick=("--quick",),
+        also=(
+            Bound("one_group_seconds", "one_group_seconds_bar", False, " s"),
+            Bound("gzip_seconds", "gzip_seconds_bar", False, " s"),
+            Bound("rate_ratio", "rate_bar", True, "×"),
+            Bound("parquet_written_mb", "written_bar_mb", False, " MB"),
+        ),
+    ),
+    Benchmark(
         "remote",
         what="texts and pictures from an object store that answers after 25 ms, samples or tokens a second; requests "
         "before the first step, and of later epochs with room on disk for all and for half",
