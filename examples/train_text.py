@@ -16,19 +16,26 @@ import torch.distributed as dist
 from torch import nn
 
 import overlord as ol
+from overlord.companions import LayerBalance, balance_groups
 from overlord.integrations.torch_loader import DataLoader, TorchBatch
 
 
 class TinyModel(nn.Module):
     """Predicts the next token from the current one: enough to see a loss fall."""
 
-    def __init__(self, vocabulary: int, width: int = 64) -> None:
+    def __init__(self, vocabulary: int, width: int = 64, blocks: int = 2) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(blocks)
+        )
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(input_ids))
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.head(hidden)
 
 
 def token_losses(model: nn.Module, batch: TorchBatch) -> torch.Tensor:
@@ -48,11 +55,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("job", help="a job file with text sources")
     parser.add_argument("--steps", type=int, default=20, help="steps to train")
+    rules = ("report", "llr", "sigmoid", "tempbalance", "alphadecay")
+    parser.add_argument("--balance", choices=rules, help="measure the layers and balance them (docs/layer-balance.md)")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     job = text_job(ol.load_job(options.job))
     model = TinyModel(4096)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(balance_groups(model), lr=3e-3)
+    balance = LayerBalance(model, optimizer, options.balance, every=5) if options.balance else None
     with DataLoader(job, mesh=ol.ClientPlaceTree(dp=dist.get_world_size())) as loader:
         for step in loader:
             sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -71,7 +81,8 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             if dist.get_rank() == 0:
-                loader.report(step.index, {f"loss/{name}": mean for name, mean in means.items()})
+                metrics = balance.metrics() if balance else {}
+                loader.report(step.index, metrics | {f"loss/{name}": mean for name, mean in means.items()})
                 print(f"step {step.index:3d}  loss {total.item() / labels:.4f}", flush=True)
             if step.index + 1 == options.steps:
                 break

@@ -192,18 +192,6 @@ def test_filtered_rows_of_a_batch_have_their_own_lengths():
         assert filtered == pytest.approx(spectra.alpha(rows[0, 2:], fix_fingers=fingers), rel=1e-12)
 
 
-def test_fused_matrices_are_cut_at_their_borders():
-    q, k, v = gaussian(128, 96), gaussian(32, 96, 1), gaussian(32, 96, 2)
-    parts = spectra.split_fused(torch.cat([q, k, v]), [128, 32, 32])
-    assert all(torch.equal(part, whole) for part, whole in zip(parts, (q, k, v), strict=True))
-    gate, up = spectra.split_fused(torch.stack([torch.cat([q, q + 1]), torch.cat([q, q + 2])]), (128, 128))
-    assert gate.shape == up.shape == (2, 128, 96)
-    assert torch.equal(up[1], q + 2)
-    for sizes in ([128, 32], [128, 64, 0], [192, -1, 1], [193], []):
-        with pytest.raises(SpecError, match="add up"):
-            spectra.split_fused(torch.cat([q, k, v]), sizes)
-
-
 def test_windows_are_views_at_regular_steps():
     weight = torch.arange(20.0 * 30).reshape(20, 30)
     view = spectra.windows(weight, 8, 4)

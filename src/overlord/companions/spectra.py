@@ -4,7 +4,6 @@
     alpha            PL_Alpha_Hill of a spectrum, as TempBalance, Model Balancing, AlphaDecay and LLR compute it
     windows          square windows of a weight (FARMS), whose pooled spectrum does not depend on the weight's shape
     conv_matrices    the matrices of a convolution
-    split_fused      the matrices of a fused projection
     random_limit     alpha of a random matrix: what an untrained weight of a shape has
 
 Eigenvalues come from `eigvalsh` of the Gram matrix and not from `svdvals`: on a GPU that is nine times as fast, and the
@@ -16,9 +15,7 @@ it, since one bad matrix must not stop a run. What would be wrong at every step 
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -344,32 +341,6 @@ def conv_matrices(weight: torch.Tensor, factor: float = math.sqrt(0.5)) -> torch
     _check(weight, (3, 4, 5), "that of a convolution [out, in, *kernel]")
     exact = torch.promote_types(weight.dtype, torch.float32)
     return weight.detach().flatten(2).permute(2, 0, 1).to(exact) * factor
-
-
-def split_fused(weight: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Cut a fused projection (qkv, gate_up) into its matrices, which have spectra and aspect ratios of their own.
-
-    The rows of each matrix must be together. Those of Megatron's linear_qkv are interleaved by groups of heads and must
-    be brought into order first.
-
-    Args:
-        weight: [rows, columns], or [matrices, rows, columns] for experts.
-        sizes: The rows of each matrix, in order.
-
-    Returns:
-        Views of the weight.
-
-    Raises:
-        SpecError: The sizes are not those of the weight.
-    """
-    _check(weight, (2, 3), "a fused matrix [rows, columns] or a batch of them")
-    if not sizes or min(sizes) < 1 or sum(sizes) != weight.shape[-2]:
-        raise SpecError(
-            f"spectra.split_fused: matrices of {list(sizes)} rows end at {list(itertools.accumulate(sizes))}, and the "
-            f"weight {list(weight.shape)} has {weight.shape[-2]} rows; rows of two projections would mix. Give the "
-            "rows of each matrix, at least 1, so that they add up."
-        )
-    return tuple(weight.split(list(sizes), dim=-2))
 
 
 def random_limit(rows: int, columns: int, xmin_pos: float = 2) -> float:
