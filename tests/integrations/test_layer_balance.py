@@ -279,6 +279,33 @@ def test_a_compiled_step_with_a_tensor_rate_keeps_its_tensors():
     assert {float(tensor) for tensor in tensors} == {float(rate)} and max(balance.factors().values()) == 5.0
 
 
+def test_a_compiled_step_is_not_compiled_again_as_factors_change():
+    from torch._dynamo.testing import CompileCounter
+
+    model, counter = Model(1), CompileCounter()
+    optimizer = torch.optim.SGD(balance_groups(model, least=LEAST), lr=torch.tensor(0.01))
+    balance = LayerBalance(model, optimizer, "llr", every=2, ramp=2, least=LEAST)
+    rates = used_rates(optimizer)
+
+    @torch.compile(backend=counter)
+    def update(weight: torch.Tensor, rate: torch.Tensor) -> torch.Tensor:
+        return weight - rate * weight.sign()
+
+    def step() -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"][:1]:
+                with torch.no_grad():
+                    parameter.copy_(update(parameter.flatten()[:8].clone(), group["lr"])[0].expand_as(parameter))
+
+    optimizer.register_step_pre_hook(lambda *_: step())
+    seen = set()
+    for number in range(9):
+        seen.add(tuple(balance.factors().values()))
+        train(model, optimizer, number)
+    assert len(seen) > 3 and len(rates) == 9
+    assert counter.frame_count == 1
+
+
 def test_a_step_that_raises_leaves_no_factor_in_the_rates():
     model = Model(1)
     optimizer = torch.optim.AdamW(balance_groups(model, least=LEAST), lr=0.01)
@@ -569,6 +596,30 @@ def test_weights_that_cannot_be_read_are_refused():
     model.blocks[0].q.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=torch.complex64))
     with pytest.raises(SpecError, match=r"trained as torch\.complex64"):
         LayerBalance(model, torch.optim.SGD(model.parameters()), least=LEAST)
+    model = Model(1)
+    model.blocks[0].q.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH).to(torch.float8_e4m3fn))
+    with pytest.raises(SpecError, match=r"trained as torch\.float8_e4m3fn"):
+        LayerBalance(model, torch.optim.SGD(model.parameters()), least=LEAST)
+    model = nn.Module()
+    model.register_parameter("_flat_param", FlatParameter(torch.zeros(64)))
+    with pytest.raises(SpecError, match="flat parameter of FSDP1"):
+        LayerBalance(model, torch.optim.SGD(model.parameters()), least=LEAST)
+
+
+class FlatParameter(nn.Parameter):
+    """A parameter as FSDP1 has them: the weights of several layers in one vector."""
+
+
+def test_gradient_accumulation_counts_steps_of_the_optimizer():
+    model = Model(1)
+    optimizer = torch.optim.SGD(model.parameters())
+    balance = LayerBalance(model, optimizer, every=2, least=LEAST)
+    for number in range(6):
+        model.head(model.embed(torch.arange(4))).square().sum().backward()
+        if number % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert balance.steps == 2 and balance.metrics()
 
 
 def test_states_of_another_model_rule_or_scope_are_refused_and_change_nothing():

@@ -116,7 +116,25 @@ def run(model: nn.Module, steps: range, state: dict[str, Any] | None = None) -> 
 
 
 def everything(rank: int) -> dict[str, Any]:
-    return {how: run(cut(model_of(), how), range(STEPS)) for how in CUTS}
+    return {how: run(cut(model_of(), how), range(STEPS)) for how in CUTS} | {"unsharded": unsharded()}
+
+
+def unsharded() -> str:
+    """Make LayerBalance while the weights are gathered, and return why it is refused."""
+    model = nn.Linear(32, 64, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), reshard_after_forward=False)
+    optimizer = torch.optim.SGD(model.parameters())
+    model(torch.ones(2, 32))
+    try:
+        LayerBalance(model, optimizer, least=LEAST)
+    except SpecError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_a_model_whose_weights_are_gathered_is_refused(found):
+    for rank in found:
+        assert "before its first forward pass" in rank["unsharded"]
 
 
 def resumed(rank: int, state: dict[str, Any], weights: dict[str, torch.Tensor], first: int) -> dict[str, Any]:
