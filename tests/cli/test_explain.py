@@ -519,7 +519,7 @@ def test_a_strategy_that_fails_has_exit_code_1(body: str, message: str, ids_job:
 
 
 def test_the_forecast_is_the_step_of_the_run(tmp_path: Path) -> None:
-    """Beside a large source, a small one is read for the second and the fourth time by a real inline run."""
+    """Next to a large source, a small one is read for the second and the fourth time by a real inline run."""
     rows = {"math": 240, "web": 9000}
     for name, count in rows.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"ids": [1] * (1 + n % 9)}) for n in range(count)))
@@ -531,39 +531,40 @@ def test_the_forecast_is_the_step_of_the_run(tmp_path: Path) -> None:
         batch=ol.Batch(64, global_samples=8),
     )
     path = written(tmp_path, job)
-    found = explained(path, "--steps", 4, "--no-measure")
-    ahead = {source["name"]: source["forecast"] for source in found["sources"]}
+    facts = explained(path, "--steps", 4, "--no-measure")
+    ahead = {source["name"]: source["forecast"] for source in facts["sources"]}
     assert ahead["math"]["exact"] and ahead["math"]["read_up"] is None
     real: dict[int, int] = {}
     with ol.launch(job, runtime="inline") as service:
         for step in service.client():
             for batch in step.microbatches:
-                for one in batch.meta.sample_ids:
-                    if one.source == "math":
-                        real.setdefault(one.epoch + 1, step.index)
+                for sample_id in batch.meta.sample_ids:
+                    if sample_id.source == "math":
+                        real.setdefault(sample_id.epoch + 1, step.index)
             if 4 in real:
                 break
-    told = {int(epoch): step for epoch, step in ahead["math"]["begins"].items()}
+    forecast = {int(epoch): step for epoch, step in ahead["math"]["begins"].items()}
     assert real[2] > 100
     for epoch in (2, 4):
-        assert abs(told[epoch] - real[epoch]) <= max(1, 0.005 * real[epoch])
-    words = f"math: second epoch begins at step {told[2]:,}, fourth at step {told[4]:,}, sixteenth at step {told[16]:,}"
-    assert words in " ".join(found["headlines"])
-    worth = next(source for source in found["sources"] if source["name"] == "math")["projected_effective_epochs"]
+        assert abs(forecast[epoch] - real[epoch]) <= max(1, 0.005 * real[epoch])
+    second, fourth, sixteenth = (f"at step {forecast[epoch]:,}" for epoch in (2, 4, 16))
+    words = f"math: second epoch begins {second}, fourth {fourth}, sixteenth {sixteenth}"
+    assert words in " ".join(facts["headlines"])
+    worth = next(source for source in facts["sources"] if source["name"] == "math")["projected_effective_epochs"]
     assert worth == pytest.approx(16.39, abs=0.3)
-    assert f"math is read {found['sources'][0]['projected_epochs']:,.1f} times (worth {worth:.1f} of new data)" in (
-        " ".join(found["headlines"])
+    assert f"math is read {facts['sources'][0]['projected_epochs']:,.1f} times (worth {worth:.1f} of new data)" in (
+        " ".join(facts["headlines"])
     )
 
 
 def test_a_source_that_is_read_up_is_named_and_four_have_a_table(ids_job: ol.Job, tmp_path: Path) -> None:
     once = ids_job.replace(mixture=ol.Mixture(stopping="all_exhausted_without_replacement"))
-    found = explained(written(tmp_path, once), "--steps", 30, "--no-measure")
-    told = {source["name"]: source["forecast"]["read_up"] for source in found["sources"]}
+    facts = explained(written(tmp_path, once), "--steps", 30, "--no-measure")
+    forecast = {source["name"]: source["forecast"]["read_up"] for source in facts["sources"]}
     with ol.launch(once, runtime="inline") as service:
         last = {s.source: step.index for step in service.client() for b in step.microbatches for s in b.meta.sample_ids}
-    assert all(abs(told[name] - step) <= 1 for name, step in last.items())
-    assert "read up at step" in " ".join(found["headlines"])
+    assert all(abs(forecast[name] - step) <= 1 for name, step in last.items())
+    assert "read up at step" in " ".join(facts["headlines"])
     few = [ids_job.sources[0].replace(name=f"s{n}", weight=None) for n in range(4)]
     shown = call("explain", written(tmp_path, ids_job.replace(sources=few)), "--steps", 2, "--no-measure", "--html",
                  tmp_path / "page.html")  # fmt: skip
@@ -573,5 +574,5 @@ def test_a_source_that_is_read_up_is_named_and_four_have_a_table(ids_job: ol.Job
 
 def test_a_mixture_that_follows_repetitions_is_planned_as_any_other(ids_job: ol.Job, tmp_path: Path) -> None:
     path = written(tmp_path, ids_job.replace(mixture=ol.Mixture(learn="repetition"), lag=5))
-    found = explained(path, "--steps", 20, "--no-measure")
-    assert found["steps"] == 20 and not any("learns" in note for note in found["notes"])
+    facts = explained(path, "--steps", 20, "--no-measure")
+    assert facts["steps"] == 20 and not any("learns" in note for note in facts["notes"])

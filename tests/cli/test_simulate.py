@@ -72,12 +72,12 @@ def test_each_mesh_says_when_sources_are_read_again(
     job = mixed_job.replace(batch=ol.Batch(2048, global_samples=int(mesh["samples"])))
     (tmp_path / "job.yaml").write_text(dump_job_yaml(job))
     explained = call("explain", tmp_path / "job.yaml", "--steps", 20, "--no-measure", "--cache", cache, "--json")
-    expected = {one["name"]: one["forecast"]["begins"] for one in json.loads(explained.stdout)["sources"]}
-    assert {one["name"] for one in mesh["sources"]} == expected.keys()
-    for one, sooner in zip(mesh["sources"], large["sources"], strict=True):
-        assert not one["exact"] and list(one["begins"]) == ["2", "4", "16"]
-        assert one["begins"]["16"] == pytest.approx(expected[one["name"]]["16"], rel=0.2, abs=2)
-        assert sooner["begins"]["16"] < one["begins"]["16"] / 4
+    expected = {source["name"]: source["forecast"]["begins"] for source in json.loads(explained.stdout)["sources"]}
+    assert {source["name"] for source in mesh["sources"]} == expected.keys()
+    for source, sooner in zip(mesh["sources"], large["sources"], strict=True):
+        assert not source["exact"] and list(source["begins"]) == ["2", "4", "16"]
+        assert source["begins"]["16"] == pytest.approx(expected[source["name"]]["16"], rel=0.2, abs=2)
+        assert sooner["begins"]["16"] < source["begins"]["16"] / 4
 
 
 def test_each_mesh_has_its_strategies_beside_dealing(told: dict[str, Any]) -> None:

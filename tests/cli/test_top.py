@@ -175,7 +175,7 @@ def test_live_until_ctrl_c_or_until_the_service_is_gone(service):
 
 
 def test_repeated_sources_say_what_that_is_worth(looked):
-    assert all(one["epochs"] == one["effective_epochs"] == 0 for one in looked["sources"].values())
+    assert all(source["epochs"] == source["effective_epochs"] == 0 for source in looked["sources"].values())
     sources = {**looked["sources"], "b": {**looked["sources"]["b"], "epochs": 11.3, "effective_epochs": 8.51}}
     for width in (80, 200):
         text = drawn({**looked, "sources": sources}, width)

@@ -32,12 +32,12 @@ def test_realised_counts_are_those_of_the_formula_to_one_sample(granularity, ste
     mixture = ol.Mixture(WEIGHTS, learn=ol.Learn("repetition", decay_epochs=DECAY), granularity=granularity)
     drawer = drawer_of(job_of(list(ROWS), mixture, ol.Batch(64, global_samples=batch)), CountedLoaders(rows), tmp_path)
     counts, owed, worst, parts = np.zeros(4), np.zeros(4), 0.0, 1 if granularity == "step" else 16
-    for number, one in enumerate(steps_of(drawer, steps)):
-        for source in np.split(one.draw.source, parts):
+    for number, step in enumerate(steps_of(drawer, steps)):
+        for source in np.split(step.draw.source, parts):
             owed += formula(counts, prior, rows) * len(source)
             counts += np.bincount(source, minlength=4)
             worst = max(worst, float(np.abs(counts - owed).max()))
-        assert one.draw.step == number
+        assert step.draw.step == number
     assert worst <= 1.0
     assert counts.sum() == batch * steps and counts.tolist() == drawer.state.samples.tolist()
     assert drawer.state.mixer is None, "the counts of the stream are all that it needs"
@@ -50,11 +50,11 @@ def test_realised_counts_are_those_of_the_formula_to_one_sample(granularity, ste
 def test_it_is_the_prior_until_a_source_is_repeated(tmp_path):
     even = {"a": 8, "b": 4, "c": 3, "d": 1}  # shares that floating point holds exactly
     drawers = [
-        drawer_of(job_of(list(ROWS), one, ol.Batch(64, global_samples=8)), CountedLoaders([10**6] * 4), tmp_path)
-        for one in (ol.Mixture(even), ol.Mixture(even, learn="repetition"))
+        drawer_of(job_of(list(ROWS), mixture, ol.Batch(64, global_samples=8)), CountedLoaders([10**6] * 4), tmp_path)
+        for mixture in (ol.Mixture(even), ol.Mixture(even, learn="repetition"))
     ]
-    for one, other in zip(*(steps_of(drawer, 300) for drawer in drawers), strict=True):
-        assert one.draw.source.tolist() == other.draw.source.tolist()
+    for step, other in zip(*(steps_of(drawer, 300) for drawer in drawers), strict=True):
+        assert step.draw.source.tolist() == other.draw.source.tolist()
 
 
 def test_the_draw_depends_neither_on_buffers_nor_on_where_it_is_resumed(tmp_path):
@@ -67,14 +67,14 @@ def test_the_draw_depends_neither_on_buffers_nor_on_where_it_is_resumed(tmp_path
         loaders = CountedLoaders(list(ROWS.values()), chunk=chunk, lengths=lengths, skips={1: 5, 3: 4})
         return drawer_of(job, loaders, tmp_path, state)
 
-    whole = [(one.draw.digest, one.draw.weights, one.after) for one in steps_of(drawer(1 << 20), 500)]
+    whole = [(step.draw.digest, step.draw.weights, step.after) for step in steps_of(drawer(1 << 20), 500)]
     assert whole[0][1] != whole[-1][1]
     for chunk in (1, 7):
-        assert [(one.draw.digest, one.draw.weights) for one in steps_of(drawer(chunk), 500)] == [
+        assert [(step.draw.digest, step.draw.weights) for step in steps_of(drawer(chunk), 500)] == [
             (digest, weights) for digest, weights, _ in whole
         ]
     for at in (1, 50, 333, 499):
-        rest = [one.draw.digest for one in steps_of(drawer(13, whole[at - 1][2]), 500 - at)]
+        rest = [step.draw.digest for step in steps_of(drawer(13, whole[at - 1][2]), 500 - at)]
         assert rest == [digest for digest, _, _ in whole[at:]]
 
 
@@ -104,8 +104,8 @@ def test_golden_stream(cache, tmp_path):
         mixture=ol.Mixture({"few": 2, "many": 1}, learn=ol.Learn("repetition", decay_epochs=2.0)),
         batch=ol.Batch(64, global_samples=32),
     )
-    found = stream_digests(job, mesh=MESH, steps=20, cache=cache)
-    assert (found.order, found.plan, found.content) == GOLDEN
+    digests = stream_digests(job, mesh=MESH, steps=20, cache=cache)
+    assert (digests.order, digests.plan, digests.content) == GOLDEN
 
 
 SMALL = (("few", 60), ("many", 500))
@@ -117,16 +117,16 @@ def test_no_report_is_needed_and_the_weights_move(ids_job, cache):
         steps = [next(client) for _ in range(60)]
         sources = service.status()["sources"]
         assert service.status()["planner"]["waits_for_report"] is None
-        client.report(steps[-1].index, {"loss": 1.0})  # kept for people to look at
+        client.report(steps[-1].index, {"loss": 1.0})  # for people to look at
     assert {step.mixture_version for step in steps} == {0}, "as with a schedule"
     shares = [step.weights[1] / sum(step.weights) for step in steps]
     first = next(n for n, share in enumerate(shares) if share != shares[0])
     assert shares[0] == pytest.approx(4 / 9) and min(shares[first:]) < 0.9 * shares[0]
     # b has 40 rows and 4/9 of 11 samples: its second epoch begins in the tenth step.
     assert first in (9, 10)
-    for one in sources.values():
-        assert one["epochs"] > 1 and one["effective_epochs"] == pytest.approx(
-            1 + 15.39 * (1 - math.exp((1 - one["epochs"]) / 15.39))
+    for source in sources.values():
+        assert source["epochs"] > 1 and source["effective_epochs"] == pytest.approx(
+            1 + 15.39 * (1 - math.exp((1 - source["epochs"]) / 15.39))
         )
 
 
@@ -157,10 +157,10 @@ def test_loaders_prefetch_runtime_and_mesh_change_nothing(prefetch, loaders, mes
     job = follows(ids_job)
     expected = stream_digests(job, steps=40, cache=cache)
     tree = ol.ClientPlaceTree(dp=int(mesh[-1]))
-    found = stream_digests(
+    digests = stream_digests(
         job, steps=40, cache=cache, mesh=tree, runtime="local", prefetch=prefetch, loaders_per_source=loaders
     )
-    assert found.order == expected.order
+    assert digests.order == expected.order
 
 
 def test_changes_of_a_running_stream(ids_job, cache):
@@ -246,8 +246,8 @@ def test_a_run_without_a_trainer_may_follow_repetitions(ids_job, cache, tmp_path
 
     monkeypatch.setenv("OVERLORD_CACHE", cache)
     (tmp_path / "job.yaml").write_text(dump_job_yaml(follows(ids_job)))
-    asked = ["run", str(tmp_path / "job.yaml"), "--runtime", "inline", "--steps", "40", "--json"]
-    outcome = CliRunner().invoke(app, asked)
+    command = ["run", str(tmp_path / "job.yaml"), "--runtime", "inline", "--steps", "40", "--json"]
+    outcome = CliRunner().invoke(app, command)
     assert outcome.exit_code == 0, outcome.stderr
     assert all(source["epochs"] > 1 for source in json.loads(outcome.stdout)["sources"])
 

@@ -47,9 +47,10 @@ def test_the_value_of_one_more_pass_is_the_weight_of_the_rule():
 
 
 def test_repetitions_come_from_the_columns_of_a_state():
-    columns = [np.array(one) for one in ([0, 0, 1, 1, 5], [0, 7, 0, 3, 9], [0, 0, 10, 12, 12])]
+    columns = [np.array(column) for column in ([0, 0, 1, 1, 5], [0, 7, 0, 3, 9], [0, 0, 10, 12, 12])]
     assert repetitions(*columns).tolist() == [0.0, 0.0, 0.0, 0.25, 4.75]
-    assert [epochs_of(*row) for row in zip(*(one.tolist() for one in columns), strict=True)] == [0, 0, 1, 1.25, 5.75]
+    rows = np.stack(columns, axis=1).tolist()
+    assert [epochs_of(*row) for row in rows] == [0, 0, 1, 1.25, 5.75]
 
 
 @given(
@@ -61,7 +62,7 @@ def test_no_weight_underflows_and_all_sum_to_one(sources, decay):
     rule = Repetition(decay)
     rule.count(np.array(repeated), np.array(drawn))
     weights = rule.weights(prior)
-    assert [weight > 0 for weight in weights] == [given > 0 for given in prior]
+    assert [weight > 0 for weight in weights] == [share > 0 for share in prior]
     if any(prior):
         units = [weight * WEIGHT_ONE for weight in weights]
         assert all(unit.is_integer() for unit in units) and sum(units) == WEIGHT_ONE

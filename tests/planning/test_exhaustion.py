@@ -49,47 +49,47 @@ def course_of(job: ol.Job, **options: Any) -> Course:
 
 def drawn(job: ol.Job, rows: dict[str, int], steps: int, folder, **loaders: Any) -> dict[str, dict[str, Any]]:
     """Draw, and return of each source at which step its epochs begin, when its last row came, and the passes."""
-    found: dict[str, dict[str, Any]] = {name: {"begins": {}, "last": None} for name in rows}
+    sources: dict[str, dict[str, Any]] = {name: {"begins": {}, "last": None} for name in rows}
     drawer = drawer_of(job, CountedLoaders(list(rows.values()), **loaders), folder)
-    for one in steps_of(drawer, steps):
-        draw = one.draw
+    for step in steps_of(drawer, steps):
+        draw = step.draw
         for number, name in enumerate(rows):
             epochs = draw.meta["epoch"][draw.source == number]
             for epoch in EPOCHS:
                 if (epochs >= epoch - 1).any():
-                    found[name]["begins"].setdefault(epoch, draw.step)
+                    sources[name]["begins"].setdefault(epoch, draw.step)
             if len(epochs):
-                found[name]["last"] = draw.step
+                sources[name]["last"] = draw.step
     for number, name in enumerate(rows):
         state = drawer.state
-        found[name]["epochs"] = (int(state.samples[number]) + int(state.skipped[number])) / rows[name]
-        found[name]["finished"] = bool(state.finished[number])
-    return found
+        sources[name]["epochs"] = (int(state.samples[number]) + int(state.skipped[number])) / rows[name]
+        sources[name]["finished"] = bool(state.finished[number])
+    return sources
 
 
-def is_near(told: int, real: int, share: float = 0.005) -> bool:
-    return abs(told - real) <= max(1, share * real)
+def is_near(forecast_step: int, real: int, share: float = 0.005) -> bool:
+    return abs(forecast_step - real) <= max(1, share * real)
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_the_forecast_meets_the_draw(kind, tmp_path):
     job, steps = job_of(list(ROWS), MIXTURES[kind], BATCH), 1000
     real = drawn(job, ROWS, steps, tmp_path)
-    told = forecast(course_of(job), [SourceSize(rows) for rows in ROWS.values()], steps=steps, most_steps=steps)
-    assert [one.name for one in told] == list(ROWS) and all(one.exact for one in told)
-    assert any(one["begins"] for one in real.values()) or any(one["finished"] for one in real.values())
-    leaving = {name for name, one in real.items() if one["finished"]}
-    read_up = {one.name for one in told if one.read_up is not None}
+    sources = forecast(course_of(job), [SourceSize(rows) for rows in ROWS.values()], steps=steps, most_steps=steps)
+    assert [source.name for source in sources] == list(ROWS) and all(source.exact for source in sources)
+    assert any(seen["begins"] or seen["finished"] for seen in real.values())
+    leaving = {name for name, seen in real.items() if seen["finished"]}
+    read_up = {source.name for source in sources if source.read_up is not None}
     assert read_up == ({"b"} if kind == "first" else set() if kind == "all" else leaving)
-    for one in told:
-        begins = real[one.name]["begins"]
-        late = {epoch for epoch in one.begins.keys() ^ begins.keys() if (one.begins | begins)[epoch] < steps - 20}
-        assert not late, (kind, one, begins)
+    for source in sources:
+        begins = real[source.name]["begins"]
+        late = {epoch for epoch in source.begins.keys() ^ begins.keys() if (source.begins | begins)[epoch] < steps - 20}
+        assert not late, (kind, source, begins)
         for epoch, step in begins.items():
-            assert epoch not in one.begins or is_near(one.begins[epoch], step), (kind, one, begins)
-        assert one.epochs == pytest.approx(real[one.name]["epochs"], rel=0.01, abs=3 / ROWS[one.name])
-        if one.read_up is not None:
-            assert is_near(one.read_up, real[one.name]["last"]), (kind, one, real[one.name])
+            assert epoch not in source.begins or is_near(source.begins[epoch], step), (kind, source, begins)
+        assert source.epochs == pytest.approx(real[source.name]["epochs"], rel=0.01, abs=3 / ROWS[source.name])
+        if source.read_up is not None:
+            assert is_near(source.read_up, real[source.name]["last"]), (kind, source, real[source.name])
 
 
 def test_filters_and_lengths_are_in_it(tmp_path):
@@ -98,25 +98,26 @@ def test_filters_and_lengths_are_in_it(tmp_path):
     lengths[1] = rng.integers(200, 900, ROWS["b"])
     real_share = 1 - math.ceil(ROWS["c"] / 3) / ROWS["c"]
     whole = [True, True, np.arange(ROWS["c"]) % 3 != 0]
-    means = [float(one[keep].mean()) for one, keep in zip(lengths, whole, strict=True)]
+    means = [float(column[keep].mean()) for column, keep in zip(lengths, whole, strict=True)]
     for level in ("sample", "token"):
         job = job_of(list(ROWS), ol.Mixture(WEIGHTS, level=level), ol.Batch(1024, global_tokens=16384), max_steps=2000)
         drawer = drawer_of(job, CountedLoaders(list(ROWS.values()), lengths=lengths, skips={2: 3}), tmp_path)
         real: dict[tuple[str, int], int] = {}
         tokens = 0
-        for one in steps_of(drawer, 2000):
-            tokens += int(one.draw.meta["tokens"].sum())
+        for step in steps_of(drawer, 2000):
+            tokens += int(step.draw.meta["tokens"].sum())
             for number, name in enumerate(ROWS):
-                epochs = one.draw.meta["epoch"][one.draw.source == number]
+                epochs = step.draw.meta["epoch"][step.draw.source == number]
                 for epoch in EPOCHS:
                     if (epochs >= epoch - 1).any():
-                        real.setdefault((name, epoch), one.draw.step)
+                        real.setdefault((name, epoch), step.draw.step)
         sizes = [SourceSize(ROWS["a"], means[0]), SourceSize(ROWS["b"], means[1])]
         sizes.append(SourceSize(ROWS["c"], means[2], real_share))
         course = course_of(job, filled=tokens / 2000 / 16384)
-        told = {(one.name, e): step for one in forecast(course, sizes, steps=2000) for e, step in one.begins.items()}
-        assert len(real) >= 4 and not any(one.exact for one in forecast(course, sizes, steps=2000))
-        assert all(is_near(told[key], step) for key, step in real.items()), (level, told, real)
+        ahead = forecast(course, sizes, steps=2000)
+        begins = {(source.name, epoch): at for source in ahead for epoch, at in source.begins.items()}
+        assert len(real) >= 4 and not any(source.exact for source in ahead)
+        assert all(is_near(begins[key], at) for key, at in real.items()), (level, begins, real)
 
 
 def test_what_is_not_known_or_never_comes_is_left_out():
@@ -132,10 +133,10 @@ def test_what_is_not_known_or_never_comes_is_left_out():
 
 def test_a_run_that_ends_before_an_epoch_begins_does_not_name_it():
     job = job_of(["a"], ol.Mixture(), ol.Batch(64, global_samples=10))
-    (found,) = forecast(course_of(job), [SourceSize(100)], steps=1000, most_steps=31)
-    assert found.begins == {2: 10, 4: 30} and found.epochs == 3.1
-    (found,) = forecast(course_of(job), [SourceSize(100)], steps=30, most_steps=30)
-    assert found.begins == {2: 10}
+    (source,) = forecast(course_of(job), [SourceSize(100)], steps=1000, most_steps=31)
+    assert source.begins == {2: 10, 4: 30} and source.epochs == 3.1
+    (source,) = forecast(course_of(job), [SourceSize(100)], steps=30, most_steps=30)
+    assert source.begins == {2: 10}
 
 
 def test_hundreds_of_sources_and_a_million_steps_take_a_moment():
@@ -146,6 +147,6 @@ def test_hundreds_of_sources_and_a_million_steps_take_a_moment():
     for mixture in (ol.Mixture(weights), ol.Mixture(weights, learn="repetition")):
         job = job_of(names, mixture, ol.Batch(8192, global_samples=4096))
         began = time.process_time()
-        found = forecast(course_of(job), sizes, steps=10_000)
+        sources = forecast(course_of(job), sizes, steps=10_000)
         assert time.process_time() - began < 20
-        assert any(one.begins.get(16, 0) > 0.5 * MOST_STEPS for one in found)
+        assert any(source.begins.get(16, 0) > 0.5 * MOST_STEPS for source in sources)

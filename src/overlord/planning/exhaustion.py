@@ -53,7 +53,7 @@ class Course:
     batch: Batch
     names: Sequence[str]
     base: Mapping[str, float]
-    """The weights that stand beside the sources, for a mixture that has none."""
+    """The weights that stand with the sources, for a mixture that has none."""
     filled: float = 1.0
     """Share of `global_tokens` that a step really has: the sample that is too long for the rest stays for the next."""
     constant: Sequence[float] | None = None
@@ -111,9 +111,9 @@ def forecast(
     run.go()
     batch = course.batch
     counted = batch.global_samples is not None and batch.global_tokens is None and course.mixture.level == "sample"
-    for number, one in enumerate(run.found):
-        one.exact = counted and course.constant is None and run.is_counted(number)
-    return run.found
+    for number, source in enumerate(run.sources):
+        source.exact = counted and course.constant is None and run.is_counted(number)
+    return run.sources
 
 
 class _Run:
@@ -125,10 +125,10 @@ class _Run:
         self._points = course.mixture.positions()
         self._limit, self._horizon = limit, min(horizon, limit)
         self._sizes = sizes
-        self._rows = np.array([math.inf if one.rows is None else max(one.rows * one.drawn, 1.0) for one in sizes])
-        lengths = [one.tokens for one in sizes if one.tokens]
+        self._rows = np.array([math.inf if size.rows is None else max(size.rows * size.drawn, 1.0) for size in sizes])
+        lengths = [size.tokens for size in sizes if size.tokens]
         usual = float(np.mean(lengths)) if lengths else 1.0
-        self._tokens = np.array([one.tokens or usual for one in sizes])
+        self._tokens = np.array([size.tokens or usual for size in sizes])
         self._most = 1.0 if self._mixture.reads_once else float(self._mixture.max_repetition or math.inf)
         learn = self._mixture.learn
         self._repetition = None if learn is None or learn.follows_reports else Repetition(**learn.options())
@@ -137,7 +137,7 @@ class _Run:
         self._finished = np.zeros(len(sizes), np.bool_)
         self._ended = False
         self._counted = False
-        self.found = [SourceForecast(name) for name in self._names]
+        self.sources = [SourceForecast(name) for name in self._names]
 
     def go(self) -> None:
         """Advance block by block until nothing more can be said."""
@@ -157,7 +157,7 @@ class _Run:
         # Other sources matter where they leave the mixture, or have fewer samples the more often they are repeated.
         others = math.isfinite(self._most) or self._repetition is not None or self._mixture.unit != "step"
         sizes = self._sizes if others else [self._sizes[number]]
-        return all(one.rows is not None and one.exact and one.drawn == 1.0 for one in sizes)
+        return all(size.rows is not None and size.exact and size.drawn == 1.0 for size in sizes)
 
     def _awaited(self) -> bool:
         """Whether the beginning of an epoch is still ahead."""
@@ -181,7 +181,7 @@ class _Run:
         if not (weights[left] > 0).any():
             # As in the draw: the next point of the schedule counts at which a source that is left has a weight.
             later = (self._weights(at, drawn) for at in self._points if at > position)
-            weights = next((one for one in later if (one[left] > 0).any()), weights)
+            weights = next((there for there in later if (there[left] > 0).any()), weights)
         weights = np.where(left, weights, 0.0)
         if not weights.any():
             return None
@@ -290,11 +290,11 @@ class _Run:
         if self._mixture.stopping == "all_exhausted":
             position = self._position(self._place(), self._drawn)
             later = [position, *(at for at in self._points if at > position)]
-            wanted = np.any([self._weights(at, self._drawn) > 0 for at in later], axis=0)
-            self._ended = bool((reached >= self._rows)[wanted].all())
+            weighted = np.any([self._weights(at, self._drawn) > 0 for at in later], axis=0)
+            self._ended = bool((reached >= self._rows)[weighted].all())
 
     def _note(self, number: int, after: float, rate: float, share: float) -> None:
-        rows, before, one = float(self._rows[number]), float(self._drawn[number]), self.found[number]
+        rows, before, source = float(self._rows[number]), float(self._drawn[number]), self.sources[number]
         # The draw takes the n-th sample of a source when its share has paid for n samples and for all of the next but
         # what the source itself gets of the samples meanwhile.
         late = 1.0 - share
@@ -305,14 +305,16 @@ class _Run:
         for epoch in EPOCHS:
             first = (epoch - 1) * rows
             # A sample that is reached at the end of the block is drawn in the next one, if it still has a weight there.
-            if epoch <= self._most and epoch not in one.begins and after > first + late + 1e-6:
-                one.begins[epoch] = step_of(first)
+            if epoch <= self._most and epoch not in source.begins and after > first + late + 1e-6:
+                source.begins[epoch] = step_of(first)
         last = self._most * rows - 1.0
-        if math.isfinite(last) and one.read_up is None and after >= last + late - 1e-9:
-            one.read_up = step_of(last)
+        if math.isfinite(last) and source.read_up is None and after >= last + late - 1e-9:
+            source.read_up = step_of(last)
 
     def _count_epochs(self) -> None:
         """Note the passes over each source so far."""
         self._counted = True
-        for one, epochs, rows in zip(self.found, self._epochs(self._drawn).tolist(), self._rows.tolist(), strict=True):
-            one.epochs = epochs if math.isfinite(rows) else None
+        for source, epochs, rows in zip(
+            self.sources, self._epochs(self._drawn).tolist(), self._rows.tolist(), strict=True
+        ):
+            source.epochs = epochs if math.isfinite(rows) else None

@@ -396,11 +396,14 @@ def _projected(source: SourceFacts) -> str:
 def _forecast_rows(facts: Explanation) -> list[Row]:
     """Return when epochs begin, for the sources that are read again or read up: the earliest first."""
     ahead = coming([source.forecast for source in facts.sources])
-    return [Row(one.name, [_step_cell(at, one) for at in (*map(one.begins.get, EPOCHS), one.read_up)]) for one in ahead]
+    return [
+        Row(source.name, [_step_cell(at, source) for at in (*map(source.begins.get, EPOCHS), source.read_up)])
+        for source in ahead
+    ]
 
 
-def _step_cell(step: int | None, one: SourceForecast) -> str:
-    return "–" if step is None else f"{'' if one.exact else '~'}{step:,}"
+def _step_cell(step: int | None, source: SourceForecast) -> str:
+    return "–" if step is None else f"{'' if source.exact else '~'}{step:,}"
 
 
 def _loader_table(loaders: LoaderFacts) -> RenderableType:

@@ -52,15 +52,19 @@ def repetition_words(sources: Mapping[str, Mapping[str, Any]]) -> str | None:
         >>> repetition_words({"web": {"epochs": 0.4}, "math": {"epochs": 11.3}})
         'math: 11.3 epochs, worth 8.5'
     """
-    repeated = sorted(((one["epochs"], name) for name, one in sources.items() if one["epochs"] > 1), reverse=True)
+    repeated = sorted(
+        ((source["epochs"], name) for name, source in sources.items() if source["epochs"] > 1), reverse=True
+    )
     said = [f"{name}: {passes(epochs)} epochs, {worth_of(epochs)}" for epochs, name in repeated[:NAMED]]
     return "; ".join(said) or None
 
 
 def coming(sources: Sequence[SourceForecast]) -> list[SourceForecast]:
     """Return the sources that will be read again or read up, the earliest first."""
-    ahead = [one for one in sources if one.begins or one.read_up is not None]
-    return sorted(ahead, key=lambda one: min([*one.begins.values(), *([] if one.read_up is None else [one.read_up])]))
+    ahead = [source for source in sources if source.begins or source.read_up is not None]
+    return sorted(
+        ahead, key=lambda source: min([*source.begins.values(), *([] if source.read_up is None else [source.read_up])])
+    )
 
 
 def forecast_words(sources: Sequence[SourceForecast]) -> str | None:
@@ -74,14 +78,14 @@ def forecast_words(sources: Sequence[SourceForecast]) -> str | None:
     if not ahead:
         return None
     more = f"; {number(len(ahead) - NAMED, 'further source')} later" if len(ahead) > NAMED else ""
-    return "; ".join(map(_one_forecast, ahead[:NAMED])) + f"{more}."
+    return "; ".join(map(_begins_words, ahead[:NAMED])) + f"{more}."
 
 
-def _one_forecast(one: SourceForecast) -> str:
-    about = "" if one.exact else "about "
-    said = [f"{ORDINALS[epoch]} at {about}step {step:,}" for epoch, step in sorted(one.begins.items())]
+def _begins_words(source: SourceForecast) -> str:
+    about = "" if source.exact else "about "
+    said = [f"{ORDINALS[epoch]} at {about}step {step:,}" for epoch, step in sorted(source.begins.items())]
     if said:
         said[0] = said[0].replace(" at ", " epoch begins at ", 1)
-    if one.read_up is not None:
-        said.append(f"read up at {about}step {one.read_up:,}")
-    return f"{one.name}: {', '.join(said)}"
+    if source.read_up is not None:
+        said.append(f"read up at {about}step {source.read_up:,}")
+    return f"{source.name}: {', '.join(said)}"

@@ -43,7 +43,7 @@ def effective_epochs(epochs: float, decay_epochs: float = DECAY_EPOCHS) -> float
     less than the number of passes, and R* is `decay_epochs`.
 
     Example:
-        >>> [round(effective_epochs(epochs), 2) for epochs in (0.5, 1, 4, 11.3, 16, 1000)]
+        >>> [round(effective_epochs(epochs), 2) for epochs in (0.5, 1.0, 4.0, 11.3, 16.0, 1e3)]
         [0.5, 1.0, 3.73, 8.51, 10.58, 16.39]
     """
     if epochs <= 1:
@@ -97,12 +97,12 @@ class Repetition:
         """Return the weights for these ones before any repetition; sources beyond the counted ones are new."""
         if not any(prior):
             return list(prior)
-        given, more = normalised_prior(prior), len(prior) - len(self._repeated)
-        repeated = np.concatenate([self._repeated, np.zeros(max(more, 0))])[: len(given)]
-        drawn = np.concatenate([self._drawn, np.ones(max(more, 0), np.bool_)])[: len(given)]
-        least = repeated[drawn & (given > 0)].min(initial=math.inf)
+        shares, more = normalised_prior(prior), len(prior) - len(self._repeated)
+        repeated = np.concatenate([self._repeated, np.zeros(max(more, 0))])[: len(shares)]
+        drawn = np.concatenate([self._drawn, np.ones(max(more, 0), np.bool_)])[: len(shares)]
+        least = repeated[drawn & (shares > 0)].min(initial=math.inf)
         # A source that is not drawn from may have been repeated less than all others; its weight does not count, and
         # must not displace theirs.
-        beyond = np.maximum(repeated - least, 0.0) if math.isfinite(least) else np.zeros(len(given))
-        lowered = np.where(given > 0, np.maximum(given * exp(-beyond / self.decay_epochs), _SMALLEST), 0.0)
+        beyond = np.maximum(repeated - least, 0.0) if math.isfinite(least) else np.zeros(len(shares))
+        lowered = np.where(shares > 0, np.maximum(shares * exp(-beyond / self.decay_epochs), _SMALLEST), 0.0)
         return (fixed_point(lowered / total(lowered)) / WEIGHT_ONE).tolist()

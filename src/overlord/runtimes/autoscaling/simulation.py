@@ -439,11 +439,11 @@ def simulate_mesh(
 
 
 def _forecast(
-    job: Job, given: Rehearsal, tokens: float, begins_with: Sequence[float], most_steps: int | None
+    job: Job, rehearsal: Rehearsal, tokens: float, begins_with: Sequence[float], most_steps: int | None
 ) -> list[SourceForecast]:
     """Return when the sources of a job are read again, from the lengths of the rows that were read."""
     sizes: list[SourceSize] = []
-    for (meta, _), (rows, exact) in zip(given.rows, given.counted, strict=True):
+    for (meta, _), (rows, exact) in zip(rehearsal.rows, rehearsal.counted, strict=True):
         drawn = meta["tokens"][(meta["flags"] & SKIP) == 0]
         sizes.append(SourceSize(rows, float(drawn.mean()) if len(drawn) else None, len(drawn) / len(meta), exact))
     learn, most = job.mixture.learn, job.batch.global_tokens
@@ -451,7 +451,7 @@ def _forecast(
         mixture=job.mixture,
         batch=job.batch,
         names=job.names,
-        base=given.weights,
+        base=rehearsal.weights,
         filled=min(tokens / most, 1.0) if most else 1.0,
         constant=begins_with if learn is not None and learn.follows_reports else None,
     )
