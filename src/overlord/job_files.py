@@ -286,7 +286,7 @@ def _refuse_function(mixture: object, locate: Callable[[Loc], str]) -> None:
         raise SpecError(
             f"{locate(('mixture', 'learn'))}: mixture.learn: a rule of your own is a Python function, which this file "
             'cannot hold. Keep the job in a Python file with ol.Learn("function", fn=rule), or name one of the rules '
-            "odm, ado, doremi, skill_it."
+            "odm, ado, doremi, skill_it, repetition."
         )
 
 

@@ -513,3 +513,66 @@ def test_a_strategy_that_fails_has_exit_code_1(body: str, message: str, ids_job:
     assert outcome.exit_code == 1
     assert message in outcome.stderr
     assert "Traceback" not in outcome.stderr
+
+
+# ---- repetition
+
+
+def test_the_forecast_is_the_step_of_the_run(tmp_path: Path) -> None:
+    """Next to a large source, a small one is read for the second and the fourth time by a real inline run."""
+    rows = {"math": 240, "web": 9000}
+    for name, count in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"ids": [1] * (1 + n % 9)}) for n in range(count)))
+    sample = ol.Text("ids", tokenized=True)
+    mixture = ol.Mixture.stages([(0, {"math": 1, "web": 9}), (100, {"math": 1, "web": 3})])
+    job = ol.Job(
+        sources=[ol.Source(name, str(tmp_path / f"{name}.jsonl"), sample=sample) for name in rows],
+        mixture=mixture,
+        batch=ol.Batch(64, global_samples=8),
+    )
+    path = written(tmp_path, job)
+    facts = explained(path, "--steps", 4, "--no-measure")
+    ahead = {source["name"]: source["forecast"] for source in facts["sources"]}
+    assert ahead["math"]["exact"] and ahead["math"]["read_up"] is None
+    real: dict[int, int] = {}
+    with ol.launch(job, runtime="inline") as service:
+        for step in service.client():
+            for batch in step.microbatches:
+                for sample_id in batch.meta.sample_ids:
+                    if sample_id.source == "math":
+                        real.setdefault(sample_id.epoch + 1, step.index)
+            if 4 in real:
+                break
+    forecast = {int(epoch): step for epoch, step in ahead["math"]["begins"].items()}
+    assert real[2] > 100
+    for epoch in (2, 4):
+        assert abs(forecast[epoch] - real[epoch]) <= max(1, 0.005 * real[epoch])
+    second, fourth, sixteenth = (f"at step {forecast[epoch]:,}" for epoch in (2, 4, 16))
+    words = f"math: second epoch begins {second}, fourth {fourth}, sixteenth {sixteenth}"
+    assert words in " ".join(facts["headlines"])
+    worth = next(source for source in facts["sources"] if source["name"] == "math")["projected_effective_epochs"]
+    assert worth == pytest.approx(16.39, abs=0.3)
+    assert f"math is read {facts['sources'][0]['projected_epochs']:,.1f} times (worth {worth:.1f} of new data)" in (
+        " ".join(facts["headlines"])
+    )
+
+
+def test_a_source_that_is_read_up_is_named_and_four_have_a_table(ids_job: ol.Job, tmp_path: Path) -> None:
+    once = ids_job.replace(mixture=ol.Mixture(stopping="all_exhausted_without_replacement"))
+    facts = explained(written(tmp_path, once), "--steps", 30, "--no-measure")
+    forecast = {source["name"]: source["forecast"]["read_up"] for source in facts["sources"]}
+    with ol.launch(once, runtime="inline") as service:
+        last = {s.source: step.index for step in service.client() for b in step.microbatches for s in b.meta.sample_ids}
+    assert all(abs(forecast[name] - step) <= 1 for name, step in last.items())
+    assert "read up at step" in " ".join(facts["headlines"])
+    few = [ids_job.sources[0].replace(name=f"s{n}", weight=None) for n in range(4)]
+    shown = call("explain", written(tmp_path, ids_job.replace(sources=few)), "--steps", 2, "--no-measure", "--html",
+                 tmp_path / "page.html")  # fmt: skip
+    assert shown.exit_code == 0 and "steps at which epochs begin" in shown.stdout and "sixteenth" in shown.stdout
+    assert "Steps at which epochs begin" in (tmp_path / "page.html").read_text()
+
+
+def test_a_mixture_that_follows_repetitions_is_planned_as_any_other(ids_job: ol.Job, tmp_path: Path) -> None:
+    path = written(tmp_path, ids_job.replace(mixture=ol.Mixture(learn="repetition"), lag=5))
+    facts = explained(path, "--steps", 20, "--no-measure")
+    assert facts["steps"] == 20 and not any("learns" in note for note in facts["notes"])

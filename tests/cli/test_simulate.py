@@ -64,6 +64,22 @@ def told(job_file: Path, cache: str) -> dict[str, Any]:
     return simulated(job_file, *arguments, "--cache", cache, "--hours", 0.05)
 
 
+def test_each_mesh_says_when_sources_are_read_again(
+    told: dict[str, Any], mixed_job: ol.Job, tmp_path: Path, cache: str
+) -> None:
+    """It is what `explain` says of the job with the batch of that mesh; both estimate lengths from a few rows."""
+    mesh, large = told["meshes"]
+    job = mixed_job.replace(batch=ol.Batch(2048, global_samples=int(mesh["samples"])))
+    (tmp_path / "job.yaml").write_text(dump_job_yaml(job))
+    explained = call("explain", tmp_path / "job.yaml", "--steps", 20, "--no-measure", "--cache", cache, "--json")
+    expected = {source["name"]: source["forecast"]["begins"] for source in json.loads(explained.stdout)["sources"]}
+    assert {source["name"] for source in mesh["sources"]} == expected.keys()
+    for source, sooner in zip(mesh["sources"], large["sources"], strict=True):
+        assert not source["exact"] and list(source["begins"]) == ["2", "4", "16"]
+        assert source["begins"]["16"] == pytest.approx(expected[source["name"]]["16"], rel=0.2, abs=2)
+        assert sooner["begins"]["16"] < source["begins"]["16"] / 4
+
+
 def test_each_mesh_has_its_strategies_beside_dealing(told: dict[str, Any]) -> None:
     assert [mesh["gpus"] for mesh in told["meshes"]] == [8, 64]
     assert [mesh["mesh"] for mesh in told["meshes"]] == ["pp=1 dp=4 cp=1 tp=2", "pp=1 dp=32 cp=1 tp=2"]
@@ -128,6 +144,7 @@ def test_too_few_workers_make_trainers_wait(job_file: Path) -> None:
     outcome = call("simulate", job_file, *fast, "--steps", 1, "--rows", 10, "--strategy", "backbone_balance")
     assert outcome.exit_code == 0, outcome.stderr
     text = " ".join(outcome.stdout.replace("\u202f", " ").split())
+    assert "epoch begins at" in text
     assert "64 GPUs, backbone_balance: trainers wait" in text
     assert "1 worker of all sources together" in text and "64 GPUs on 8 hosts: pp=1 dp=64" in text
 

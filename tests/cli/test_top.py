@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import overlord as ol
 from overlord.cli.main import app
 from overlord.cli.output import Screen
+from overlord.cli.serving import status_tables
 from overlord.cli.top import top_view, watch
 from overlord.dashboard.watching import Watch
 from overlord.errors import ServiceLost
@@ -171,3 +172,14 @@ def test_live_until_ctrl_c_or_until_the_service_is_gone(service):
     assert looks == [0.5] * 3 and live.out.file.getvalue().count("steps/s") == 3  # type: ignore[attr-defined]
     with pytest.raises(ServiceLost, match="does not answer any more"):
         watch(str(service.address), screen(), interval_s=0.5, once=False, sleep=lambda _: service.close())
+
+
+def test_repeated_sources_say_what_that_is_worth(looked):
+    assert all(source["epochs"] == source["effective_epochs"] == 0 for source in looked["sources"].values())
+    sources = {**looked["sources"], "b": {**looked["sources"]["b"], "epochs": 11.3, "effective_epochs": 8.51}}
+    for width in (80, 200):
+        text = drawn({**looked, "sources": sources}, width)
+        assert "b: 11.3 epochs, worth 8.5" in text and all(len(line) <= width for line in text.splitlines())
+    console = Console(file=io.StringIO(), width=200)
+    console.print(*status_tables({**looked, "sources": sources}))
+    assert "11.3, worth 8.5" in console.file.getvalue()  # type: ignore[attr-defined]

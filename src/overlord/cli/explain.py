@@ -39,6 +39,8 @@ from overlord.planning.balancing.evenness import (
 )
 from overlord.planning.balancing.hybrid import buddy_lpt, ranks_needed
 from overlord.planning.costs import Cost, CostModel, llama_12b, vit_2b
+from overlord.planning.exhaustion import PROJECTED_STEPS, Course, SourceSize, forecast
+from overlord.planning.learning.repetition import effective_epochs
 from overlord.planning.strategies import Strategy, StrategySpec, costs_of, follows_reports, meets_once
 from overlord.readers.source_files import SourceFiles
 from overlord.reports import summary
@@ -548,68 +550,53 @@ def _rows_to_read(roles: Roles, number: int, media: bool) -> int:
 # What `explain` tells of each source: its shares, and how often it is read.
 
 
-_POINTS = 512
-"""Where a schedule is looked at, to know its mean over a run."""
-_ONCE = ("first_exhausted", "all_exhausted_without_replacement")
-
-Floats = npt.NDArray[np.float64]
-
-
 def source_facts(roles: Roles, collector: Collector, state: StreamState, horizon: int) -> list[SourceFacts]:
     """Return the facts of each source, in the order of the planner."""
-    planned, realised = np.array(collector.planned), collector.realised
+    job, counted = roles.job, [count_indexed(roles.listings[source.name])[:2] for source in roles.job.sources]
+    for number, rows in enumerate(state.epoch_rows.tolist()):
+        if rows:
+            counted[number] = (float(rows), True)
     passed = state.samples + state.skipped
-    through = _projected(roles, collector, planned, passed, horizon)
-    mixture = roles.job.mixture
-    most = 1 if mixture.stopping in _ONCE else mixture.max_repetition or np.inf
-    found: list[SourceFacts] = []
-    for number, source in enumerate(roles.job.sources):
-        files = roles.listings[source.name]
-        rows, exact, _ = count_indexed(files)
-        if state.epoch_rows[number]:
-            rows, exact = float(state.epoch_rows[number]), True
-        found.append(
-            SourceFacts(
-                name=source.name,
-                format=files.format,
-                planned_share=float(planned[number]),
-                realised_share=realised[number],
-                samples=int(collector.samples[number]),
-                tokens=int(collector.tokens[number]),
-                skipped=int(state.skipped[number]),
-                rows=rows,
-                rows_exact=exact and rows is not None,
-                epochs=float(passed[number]) / rows if rows else None,
-                projected_epochs=min(float(through[number]) / rows, most) if rows else None,
-            )
+    sizes = [
+        SourceSize(rows, tokens / samples if samples else None, samples / whole if samples else 1.0, exact)
+        for (rows, exact), tokens, samples, whole in zip(
+            counted, state.tokens.tolist(), state.samples.tolist(), passed.tolist(), strict=True
         )
-    return found
-
-
-def _projected(
-    roles: Roles, collector: Collector, planned: Floats, passed: npt.NDArray[np.int64], horizon: int
-) -> Floats:
-    """Return the rows of each source that a whole run passes."""
-    mixture, names = roles.job.mixture, [source.name for source in roles.job.sources]
-    shares = planned
-    if mixture.learn is None and mixture.order != "sequential" and mixture.unit == "step":
-        base = base_weights(roles.job, roles.facts)
-        at = np.linspace(0, max(horizon - 1, 0), min(horizon, _POINTS))
-        weights = np.array([mixture.weights_at(float(step), names, base) for step in at])
-        shares = (weights / np.maximum(weights.sum(axis=1, keepdims=True), 1e-300)).mean(axis=0)
-    steps = max(collector.steps, 1)
-    # A source that no planned step drew is taken to have samples of the mean length.
-    unseen = float(collector.samples.sum()) / steps
-    seen = planned > 0
-    per_share = np.where(seen, passed / steps / np.where(seen, planned, 1.0), unseen)
-    return per_share * shares * horizon
+    ]
+    per_step = int(collector.tokens.sum()) / max(collector.steps, 1)
+    learn = job.mixture.learn
+    course = Course(
+        mixture=job.mixture,
+        batch=job.batch,
+        names=job.names,
+        base=base_weights(job, roles.facts),
+        filled=min(per_step / job.batch.global_tokens, 1.0) if job.batch.global_tokens else 1.0,
+        constant=collector.planned if learn is not None and learn.follows_reports else None,
+    )
+    ahead = forecast(course, sizes, steps=horizon, most_steps=job.max_steps)
+    return [
+        SourceFacts(
+            name=source.name,
+            format=roles.listings[source.name].format,
+            planned_share=collector.planned[number],
+            realised_share=collector.realised[number],
+            samples=int(collector.samples[number]),
+            tokens=int(collector.tokens[number]),
+            skipped=int(state.skipped[number]),
+            rows=rows,
+            rows_exact=exact and rows is not None,
+            epochs=float(passed[number]) / rows if rows else None,
+            projected_epochs=ahead[number].epochs,
+            projected_effective_epochs=None if (n := ahead[number].epochs) is None else effective_epochs(n),
+            forecast=ahead[number],
+        )
+        for number, (source, (rows, exact)) in enumerate(zip(job.sources, counted, strict=True))
+    ]
 
 
 # --------------------------------------------------------------------------------------------------------------
 
 
-PROJECTED_STEPS = 10_000
-"""Steps that repetitions are projected to, for a job without `max_steps`."""
 _CALLERS = 8
 
 
@@ -764,6 +751,8 @@ def steps_to_plan(job: Job, strategy: Strategy | None, wanted: int) -> tuple[int
     learn = job.mixture.learn
     # The report of step s counts from step s + lag on: before that the mixture is what it begins with.
     steps = min(wanted, job.lag)
+    if learn is not None and not learn.follows_reports:
+        learn = None
     if learn is None and not follows_reports(strategy):
         return wanted, []
     if learn is None:

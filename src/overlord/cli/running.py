@@ -60,7 +60,7 @@ def run_job(job: Job, name: str, options: Launch, steps: int, tell: Tell, note: 
     Raises:
         OverlordError: as `launch` and the clients raise it; the service is closed.
     """
-    if job.mixture.learn is not None:
+    if job.mixture.learn is not None and job.mixture.learn.follows_reports:
         raise SpecError(
             f"mixture.learn is {job.mixture.learn.method!r}: the weights follow the losses that a trainer reports, and "
             "`overlord run` trains nothing, so it would wait for the first report for ever. Use `overlord serve` with "

@@ -25,6 +25,7 @@ from overlord.errors import ServiceLost, SpecError
 from overlord.launch_spec import Launch
 from overlord.reports.live import Mood, remote_words, sentence_of
 from overlord.reports.pages import Row, terminal_table
+from overlord.reports.passes import epochs_words
 from overlord.reports.run_report import media_tables
 from overlord.reports.summary import count, media_of, number, share, size
 from overlord.runtimes.client_feed import status_of
@@ -188,12 +189,12 @@ def status_tables(status: dict[str, Any]) -> list[RenderableType]:
     coming = status["next_mesh"]
     then = f" (from step {coming['step']} on {coming['mesh']})" if coming else ""
     title = f"{status['runtime']} service, mesh {status['mesh']}{then}, next plan: step {planner['next_step']}"
-    heads = ["source", "format", "planned", "realised", "samples", "tokens", "epoch"]
+    heads = ["source", "format", "planned", "realised", "samples", "tokens", "epochs"]
     heads += ["bad", "wrong length", "dropped", "buffer"]
     rows: list[Row] = []
     for name, one in status["sources"].items():
         cells = (escape(one["format"]), share(one["planned_share"]), share(one["realised_share"]))
-        counts = (count(one["samples"]), count(one["tokens"]), f"{one['epoch']}{where_it_is(one)}")
+        counts = (count(one["samples"]), count(one["tokens"]), f"{epochs_words(one)}{where_it_is(one)}")
         faults = (f"[red]{one[key]:,}[/red]" if one[key] else "0" for key in ("bad", "wrong_length"))
         rows.append(Row(name, (*cells, *counts, *faults, f"{one['skipped']:,}", size(one["buffer_bytes"]))))
     clients = Table(title=f"{number(len(status['clients']), 'client')} attached", title_justify="left")

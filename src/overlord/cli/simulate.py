@@ -15,6 +15,7 @@ from rich.text import Text
 from overlord.cli.explain import dry_run, steps_to_plan
 from overlord.cli.options import SimulateOptions
 from overlord.cli.output import Tell
+from overlord.cli.sources import count_indexed
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.errors import SpecError
 from overlord.job.specs import ImageSpec, Job, Video
@@ -31,6 +32,7 @@ from overlord.planning.strategies import (
     vlm_hybrid,
 )
 from overlord.reports.pages import Row, terminal_table
+from overlord.reports.passes import forecast_words
 from overlord.reports.summary import count, number, percent, ratio, seconds, size
 from overlord.runtimes.autoscaling.profiling import check_profile, profile_job, read_profile
 from overlord.runtimes.autoscaling.simulation import (
@@ -237,6 +239,7 @@ def simulate_job(
     with dry_run(job, launch, tell) as roles:
         rows = measured_rows(roles.fleet, roles.job.names, asked.rows, tell)
         ordered, weights = roles.job, base_weights(roles.job, roles.facts)
+        counted = [count_indexed(roles.listings[name])[:2] for name in ordered.names]
     compared, notes = strategies_of([one for one in strategies if one is not None], launch.strategy, rows), list[str]()
     steps = asked.steps
     for strategy in compared:
@@ -248,6 +251,7 @@ def simulate_job(
         rows=rows,
         profile=profile,
         weights=weights,
+        counted=counted,
         strategies=compared,
         clock=clock,
         patches_per_token=limits_of(ordered).patches_per_token,
@@ -340,6 +344,9 @@ def simulated_tables(job: str, found: Sequence[SimulatedMesh], assumed: Sequence
         for one in mesh.strategies
         if one.waits > _WORTH_TELLING
     ]
+    for mesh in found:
+        ahead = forecast_words(mesh.sources)
+        notes += [] if ahead is None else [Text(f"{number(mesh.gpus, 'GPU')}: {ahead}")]
     notes += [Text("Assumed:", style="bold"), *(Padding(Text(f"- {line}"), (0, 0, 0, 2)) for line in assumed)]
     return [Group(*parts, ""), table, Group(*notes)]
 

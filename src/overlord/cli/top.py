@@ -16,6 +16,7 @@ from overlord.cli.serving import COLOURS, find_status, where_it_is
 from overlord.errors import OverlordError, ServiceLost
 from overlord.reports.live import sentence_of
 from overlord.reports.pages import Row, terminal_table
+from overlord.reports.passes import passes, repetition_words
 from overlord.reports.summary import count, number, percent, share, size
 
 WIDE = 110
@@ -76,7 +77,7 @@ def _sources(
     most = sorted(sources, key=lambda n: (-round(rate(n, "waited_share"), 2), -sources[n]["planned_share"], n))
     room = len(sources) if height is None else max(LEAST_ROWS, height - OTHER_LINES)
     shown = set(most[:room])
-    heads = ["source", "planned", "realised", *(["tokens"] if width >= WIDE else []), "epoch", "bad"]
+    heads = ["source", "planned", "realised", *(["tokens"] if width >= WIDE else []), "epochs", "bad"]
     heads += ["rows/s", "service waited", *(["workers", "buffer"] if width >= WIDE else [])]
     rows: list[Row] = []
     for name, one in sources.items():
@@ -86,10 +87,12 @@ def _sources(
         waited = percent(rate(name, "waited_share"))
         cells = [share(one["planned_share"]), share(one["realised_share"])]
         cells += [count(one["tokens"])] if width >= WIDE else []
-        cells += [f"{one['epoch']}{where_it_is(one)}", bad, f"{rate(name, 'rows_per_s'):,.0f}", waited]
+        cells += [f"{passes(one['epochs'])}{where_it_is(one)}", bad, f"{rate(name, 'rows_per_s'):,.0f}", waited]
         cells += [str(one["workers"]), size(one["buffer_bytes"])] if width >= WIDE else []
         rows.append(Row(name, cells))
     notes = [f"{len(sources) - room} more sources, which the service waited for less"] if len(sources) > room else []
+    repeated = repetition_words(sources)
+    notes += [] if repeated is None else [repeated]
     notes.append("service waited: for the source, while it prepared steps ahead of the trainers")
     return Group(terminal_table(None, heads, rows, expand=False), *(Text(note, style="dim") for note in notes))
 

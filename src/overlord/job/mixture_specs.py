@@ -14,10 +14,10 @@ from overlord.core.spec_errors import Fault, Loc, conflict
 from overlord.job.spec_model import Spec, Takes, as_finite, as_position, below, code_of, real, spec_field, whole
 
 # --------------------------------------------------------------------------------------------------------------
-# `Learn`: how a mixture follows the trainer's reports. The update rules themselves are in planning.
+# `Learn`: how a mixture follows the trainer's reports, or its own counts. The rules themselves are in planning.
 
 
-Rule = Literal["doremi", "odm", "ado", "skill_it", "function"]
+Rule = Literal["doremi", "odm", "ado", "skill_it", "repetition", "function"]
 MixtureFunction = Callable[[int, Mapping[str, float]], Mapping[str, float]]
 """(step, the report in force) -> weights of the sources; the report is empty before the first one counts."""
 
@@ -26,6 +26,7 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "odm": ("warmup", "smoothing", "floor"),
     "ado": ("refit_every", "first_fit"),
     "skill_it": ("eta", "graph", "window"),
+    "repetition": ("decay_epochs",),
     "function": ("fn", "name", "code_digest"),
 }
 
@@ -43,7 +44,9 @@ def _as_graph(value: object) -> dict[str, dict[str, float]]:
 
 
 class Learn(Spec):
-    """How weights follow the losses that `client.report` brings; the mixture's own weights are where it begins.
+    """How weights follow the losses that `client.report` brings, or how often sources were repeated.
+
+    The mixture's own weights are where it begins.
 
     Example:
         >>> Learn("odm", warmup=100).options()
@@ -51,7 +54,7 @@ class Learn(Spec):
     """
 
     method: Rule = Field(kw_only=False)
-    """The update rule: "odm", "ado", "doremi", "skill_it", or "function" with your own."""
+    """The rule: "odm", "ado", "doremi", "skill_it", "function" with your own; or "repetition", without reports."""
     every: Annotated[int, whole(1, "no report would ever be looked at. Write 1 or more")] = 1
     """Only the reports of every so many steps count; the others need not come."""
     eta: Annotated[float, real(0, 1e6, "the weights would never move")] | None = None
@@ -79,6 +82,11 @@ class Learn(Spec):
     """How much a source helps others: {from: {to: strength}} (skill_it)."""
     window: Annotated[int, whole(1, "no loss would be looked at")] | None = None
     """Reports that are summed (skill_it)."""
+    decay_epochs: (
+        Annotated[float, real(0.01, 1e6, "a source would count for nothing, or as new for ever, once it is repeated")]
+        | None
+    ) = None
+    """Repetitions after which a source has 1/e of its weight (repetition); 15.39 by default."""
     fn: SkipJsonSchema[MixtureFunction | None] = None
     """Your own rule: (step, metrics) -> {source: weight}; only in Python."""
     name: SkipJsonSchema[Annotated[str, Field(repr=False)]] = ""
@@ -88,6 +96,11 @@ class Learn(Spec):
         """Return what was given for the update rule."""
         names = _OPTIONS[self.method][:1] if self.method == "function" else _OPTIONS[self.method]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    @property
+    def follows_reports(self) -> bool:
+        """Whether the rule learns from what a trainer reports; otherwise from the counts of the stream itself."""
+        return self.method != "repetition"
 
     def places(self) -> Sequence[tuple[tuple[Any, ...], str]]:
         """Return every source name the rule uses, with where it stands."""
@@ -120,6 +133,11 @@ class Learn(Spec):
             )
         if self.method == "skill_it" and self.graph is None:
             raise conflict("missing; skill_it needs to know which source helps which", "graph")
+        if not self.follows_reports and self.every != 1:
+            raise conflict(
+                f"given, but {self.method!r} looks at no report: its weights are new at every step. Leave it out",
+                "every",
+            )
         return self
 
     @field_serializer("fn")
@@ -295,7 +313,7 @@ class Mixture(Spec):
         Annotated[Learn, BeforeValidator(_as_learn, json_schema_input_type=Learn | str)] | None,
         Learn | Mapping[str, Any] | str | None,
     ] = spec_field(default=None)
-    """How the weights follow the trainer's reports; without it they do not."""
+    """How the weights follow the trainer's reports, or how often sources were repeated; without it they do not."""
 
     @classmethod
     def stages(cls, stages: Sequence[tuple[float, Mapping[str, float]]], **options: Unpack[MixtureOptions]) -> Mixture:
@@ -454,7 +472,9 @@ class Mixture(Spec):
                 'source. Add stopping="all_exhausted_without_replacement"',
                 "order",
             )
-        if self.learn is not None and (self.schedule != "static" or self.order == "sequential"):
+        if self.learn is not None and not self.learn.follows_reports:
+            self._check_repeats(self.learn)
+        elif self.learn is not None and (self.schedule != "static" or self.order == "sequential"):
             other = "order='sequential'" if self.order == "sequential" else f"a schedule ({self.schedule})"
             raise conflict(
                 f"the reports decide the weights, and so does {other}; only one can. Keep constant weights as the "
@@ -464,6 +484,17 @@ class Mixture(Spec):
         self._check_unit()
         self._check_not_zero()
         return self
+
+    def _check_repeats(self, learn: Learn) -> None:
+        """Refuse a rule that follows repetitions where nothing is repeated."""
+        if not self.reads_once and self.max_repetition != 1:
+            return
+        limit = f"stopping={self.stopping!r}" if self.reads_once else "max_repetition=1"
+        raise conflict(
+            f"{limit} never repeats a source, so the rule {learn.method!r} would never change a weight. Leave learn "
+            'out, or use stopping="never_exhausted" or "all_exhausted" with max_repetition of 2 or more, or without it',
+            "learn",
+        )
 
     def _check_unit(self) -> None:
         if self.unit == "step":

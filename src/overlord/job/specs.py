@@ -587,6 +587,8 @@ def stream_parts(job: Job, *, tokenizer_digest: str, listings: Mapping[str, str]
     mixture = job.mixture.model_dump(mode="json", by_alias=True)
     if job.mixture.unit == "step":
         del mixture["unit"]  # states were saved before there were others
+    if job.mixture.learn is not None and job.mixture.learn.decay_epochs is None:
+        del mixture["learn"]["decay_epochs"]  # states of other rules were saved before there was this one
     if job.mixture.order == "sequential":
         mixture["sequence"] = job.names  # only here does the order of the sources decide anything
     batch = job.batch.model_dump(mode="json", include={"context_length", "global_tokens", "global_samples"})

@@ -16,8 +16,10 @@ from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan
 from overlord.planning.costs import CostFunction
 from overlord.planning.dgraph import DGraph, Edge
+from overlord.planning.exhaustion import EPOCHS, SourceForecast
 from overlord.reports import svg
 from overlord.reports.pages import Figure, Row, Table, Tile, render, terminal_table, tile_table
+from overlord.reports.passes import NAMED, coming, forecast_words, worth_of
 from overlord.reports.run_report import binned_length_figure, heat_map_figure
 from overlord.reports.summary import (
     LoadHeatmap,
@@ -36,6 +38,8 @@ _MOST_ROWS = 40
 """Sources that a table of the terminal holds."""
 _MOST_BARS = 16
 _LOADER_COLUMNS = ("source", "read CPU", "finish CPU", "handed over", "read buffer", "index", "decoded in", "measured")
+_FORECAST_TITLE = "steps at which epochs begin, and at which sources are read up"
+_FORECAST_COLUMNS = ("source", "second epoch", "fourth", "sixteenth", "read up")
 _AXES = {
     "ranks": ("over the ranks", "largest ÷ mean cost of a rank"),
     "lockstep": ("microbatches in lockstep", "time of a step ÷ that of even ranks"),
@@ -102,6 +106,10 @@ class SourceFacts:
     """Passes over the source in the planned steps."""
     projected_epochs: float | None
     """Passes over the source in the whole run, by its schedule."""
+    projected_effective_epochs: float | None
+    """What they are worth, in passes over new data."""
+    forecast: SourceForecast
+    """When its epochs begin, and when it is read up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +213,8 @@ def headlines(facts: Explanation) -> list[str]:
         words.append(f"{busiest('rank', ranks.after, ranks.before)}.")
     words += facts.limits
     words.append(_repetition_words(facts))
+    ahead = forecast_words([source.forecast for source in facts.sources])
+    words += [] if ahead is None else [ahead]
     if facts.loaders is not None:
         cores, measured = facts.loaders.cores, number(facts.loaders.measured_samples, "sample")
         words.append(
@@ -228,6 +238,10 @@ def explain_tables(facts: Explanation) -> list[RenderableType]:
     parts.append(
         _with_rest(terminal_table(title, _source_heads(facts), _source_rows(shown)), len(sources) - len(shown))
     )
+    ahead = _forecast_rows(facts)
+    if len(ahead) > NAMED:  # the headlines name fewer
+        table = terminal_table(_FORECAST_TITLE, _FORECAST_COLUMNS, ahead[:_MOST_ROWS])
+        parts.append(_with_rest(table, len(ahead) - _MOST_ROWS))
     if facts.loaders is not None:
         parts.append(_loader_table(facts.loaders))
     return parts
@@ -238,6 +252,11 @@ def render_explanation(facts: Explanation, graph_page: str) -> str:
     title = f"{number(len(facts.sources), 'source')}. {_repetition_words(facts)}"
     note = f"Shares are of {facts.mixture_level}s."
     tables = [Table("sources", title, _source_heads(facts), _source_rows(facts.sources), note)]
+    ahead = _forecast_rows(facts)
+    if ahead:
+        note = "Of a run from its first step; ~ where mean lengths, filters or estimated rows are in it."
+        title = f"{_FORECAST_TITLE.capitalize()}."
+        tables.append(Table("forecast", title, _FORECAST_COLUMNS, ahead, note))
     if facts.loaders is not None:
         note = "CPU time and bytes are of a mean step, measured here on so many samples."
         rows = _loader_rows(facts.loaders)
@@ -290,9 +309,10 @@ def _repetition_words(facts: Explanation) -> str:
         most, name = max(known)
         return f"No source is read more than once {in_all}; {name} comes furthest ({_times(most)})."
     (most, first), *others = often
-    named = "".join(f", {name} {_times(epochs)}" for epochs, name in others[:2])
+    named = "".join(f", {name} {_times(epochs)} ({worth_of(epochs)})" for epochs, name in others[:2])
     more = f"; {len(often) - 3} more are repeated too" if len(often) > 3 else ""
-    return f"In {facts.projected_steps:,} steps {first} is read {_times(most)}{named}{more}."
+    first = f"{first} is read {_times(most)} ({worth_of(most)} of new data)"
+    return f"In {facts.projected_steps:,} steps {first}{named}{more}."
 
 
 def _times(epochs: float) -> str:
@@ -360,10 +380,30 @@ def _source_rows(sources: list[SourceFacts]) -> list[Row]:
             count(source.tokens),
             "?" if source.rows is None else f"{'' if source.rows_exact else '~'}{count(source.rows)}",
             "?" if source.epochs is None else f"{source.epochs:.2f}",
-            "?" if source.projected_epochs is None else f"{source.projected_epochs:,.2f}",
+            _projected(source),
         ]
         found.append(Row(source.name, cells, source.realised_share / largest))
     return found
+
+
+def _projected(source: SourceFacts) -> str:
+    epochs, worth = source.projected_epochs, source.projected_effective_epochs
+    if epochs is None or worth is None:
+        return "?"
+    return f"{epochs:,.2f}" if epochs <= 1 else f"{epochs:,.2f}, worth {worth:,.2f}"
+
+
+def _forecast_rows(facts: Explanation) -> list[Row]:
+    """Return when epochs begin, for the sources that are read again or read up: the earliest first."""
+    ahead = coming([source.forecast for source in facts.sources])
+    return [
+        Row(source.name, [_step_cell(at, source) for at in (*map(source.begins.get, EPOCHS), source.read_up)])
+        for source in ahead
+    ]
+
+
+def _step_cell(step: int | None, source: SourceForecast) -> str:
+    return "–" if step is None else f"{'' if source.exact else '~'}{step:,}"
 
 
 def _loader_table(loaders: LoaderFacts) -> RenderableType:

@@ -1,7 +1,7 @@
 """Draws global batches one after the other from a stream state; a part of the Planner.
 
     Drawer   draws the next step: weights from the Mixer, metadata from the loaders
-    Mixer    the weights of a step, from the job's schedule, a live change, or a rule that learns from reports
+    Mixer    the weights of a step, from the schedule, a live change, repetitions, or a rule that learns from reports
 
 Rules of this file:
 1. What is drawn depends on the state, the job and the sources' metadata in their order, and on nothing else: how much
@@ -37,6 +37,7 @@ from overlord.job.reconcile import RULE_BEGINS
 from overlord.job.specs import Job, Mixture
 from overlord.planning.drawing import SCALE, SUBSTEPS, Budget, Pause, Supply, Tally, draw_more, integer_weights
 from overlord.planning.learning.learner import Learner
+from overlord.planning.learning.repetition import Repetition, repetitions
 from overlord.planning.learning.rules import FunctionRule, make_rule
 from overlord.roles.changes import InputLog, Report
 from overlord.roles.ports import Loaders
@@ -59,6 +60,7 @@ class Mixer:
         self._pending: dict[int, tuple[int, list[int]]] = {}
         self.mixture, self._since = inputs.mixture_at(step - 1)  # the mixture in force
         self._rule = self._new_rule()
+        self._repetition = _repetition_of(self.mixture)
         self._rule_base = 0
         self._position = 0.0  # of a schedule in epochs, at the last draw
         if state is not None:
@@ -90,6 +92,7 @@ class Mixer:
             self._rule_base = self.version
             self._pending.clear()
             self._rule = self._new_rule()
+            self._repetition = _repetition_of(mixture)
         elif step - self._lag in self._pending:
             self._observe(step - self._lag)
 
@@ -122,7 +125,8 @@ class Mixer:
             )
 
     def position(self, step: float, state: StreamState) -> float:
-        """Return where the schedule is at a step, or inside one."""
+        """Return where the schedule is at a step, or inside one; repetitions are counted up to there."""
+        self.count(step, state)
         if self.mixture.unit == "step":
             return step
         roster, here = self._inputs.roster_at(int(step)), range(len(state.epoch))
@@ -132,11 +136,20 @@ class Mixer:
         self._position = self.mixture.position(step, self._names, state.epoch.tolist(), done, self._inputs.base)
         return self._position
 
+    def count(self, step: float, state: StreamState) -> None:
+        """Count how often each source was repeated before a step, or up to a place inside it."""
+        if self._repetition is None:
+            return
+        drawn, roster = state.finished == 0, self._inputs.roster_at(int(step))
+        drawn[[i for i in (*roster.removed, *roster.parked) if i < len(drawn)]] = False
+        self._repetition.count(repetitions(state.epoch, state.passed, state.epoch_rows), drawn)
+
     def weights(self, position: float) -> list[float]:
         """Return the weight of each source at a position of the schedule."""
         if self._rule is not None:
             return [float(w) for w in self._rule.weights(int(position))]
-        return self.mixture.weights_at(position, self._names, self._inputs.base)
+        weights = self.mixture.weights_at(position, self._names, self._inputs.base)
+        return weights if self._repetition is None else self._repetition.weights(weights)
 
     def weights_ahead(self, step: int) -> list[float]:
         """Return the weights of a future step, as far as they are known now: later reports may change them.
@@ -150,6 +163,8 @@ class Mixer:
             # When epochs will end is not known: then the weights in force count.
             position = float(step) if mixture.unit == "step" else self._position
             weights = mixture.weights_at(position, list(roster.names), self._inputs.base)
+            if self._repetition is not None and since == self._since:
+                weights = self._repetition.weights(weights)  # by the repetitions so far
         return [0.0 if i in roster.parked or i in roster.removed else w for i, w in enumerate(weights)]
 
     def end(self, draw: Draw) -> None:
@@ -172,7 +187,7 @@ class Mixer:
 
     def _new_rule(self) -> Learner | None:
         learn = self.mixture.learn
-        if learn is None:
+        if learn is None or not learn.follows_reports:
             return None
         prior = self.mixture.weights_at(0.0, self._names, self._inputs.base)
         given, options = dict(zip(self._names, prior, strict=True)), learn.options()
@@ -216,6 +231,12 @@ class Mixer:
             raise _damaged("its mixture does not belong to the job's")
         if self._rule is not None:
             self._rule.load_state_dict(saved)
+
+
+def _repetition_of(mixture: Mixture) -> Repetition | None:
+    """Return the rule of a mixture that follows repetitions. It has no state of its own: the stream's counts decide."""
+    learn = mixture.learn
+    return None if learn is None or learn.follows_reports else Repetition(**learn.options())
 
 
 def _kinds(report: Report) -> Sequence[str]:
@@ -457,6 +478,7 @@ class Drawer:
     def _begin_at(self, state: StreamState) -> None:
         self.state = state
         self.mixer = Mixer(self._job, self._inputs, state.step, state.mixer)
+        self.mixer.count(float(state.step), state)
         self._metadata = _MetadataBuffer(state)
         self._stopped = bool(state.finished.all())
         self._nothing_drawn.clear()

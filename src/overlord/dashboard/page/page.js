@@ -116,7 +116,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { in
 
 // Sources.
 const HEADS = [["name", "source"], ["format", "format"], ["planned_share", "planned"], ["realised_share", "realised"],
-  ["tokens_per_s", "tokens/s"], ["", ""], ["waited_share", "service waited"], ["samples", "samples"], ["epoch", "epoch"], ["workers", "workers"],
+  ["tokens_per_s", "tokens/s"], ["", ""], ["waited_share", "service waited"], ["samples", "samples"], ["epochs", "epochs"], ["workers", "workers"],
   ["buffer_bytes", "buffer"], ["bad", "bad"], ["skipped", "skipped"], ["state", "state"]];
 let sources = [], sortBy = "planned_share", downwards = true, chosen = null, sparks = {};
 for (const [key, title] of HEADS) {
@@ -128,9 +128,11 @@ for (const [key, title] of HEADS) {
 }
 $("find").oninput = () => showSources();
 const stateOf = one => one.removed ? "removed" : one.parked ? `parked at ${one.parked.since}` : one.finished ? "ended" : "";
+const passes = value => value.toFixed(value > 0 && value < 100 ? 1 : 0);
+const epochs = one => passes(one.epochs) === passes(one.effective_epochs) ? passes(one.epochs) : `${passes(one.epochs)}, worth ${passes(one.effective_epochs)}`;
 const sourceRows = tableOf("source-rows", (row, one) => {
   cells(row, [one.name, one.format, percent(one.planned_share), percent(one.realised_share), count(one.tokens_per_s), null,
-    percent(one.waited_share), count(one.samples), count(one.epoch), count(one.workers), bytes(one.buffer_bytes), count(one.bad), count(one.skipped), stateOf(one)],
+    percent(one.waited_share), count(one.samples), epochs(one), count(one.workers), bytes(one.buffer_bytes), count(one.bad), count(one.skipped), stateOf(one)],
   ["left", "left", "", "", "", "", "", "", "", "", "", one.bad ? "fault" : ""]);
   const cell = row.cells[5];
   if (!cell.firstChild) cell.append(element("canvas", undefined, { width: 160, height: 36 }));

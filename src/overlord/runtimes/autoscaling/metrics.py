@@ -40,6 +40,8 @@ _OF_A_SOURCE: Mapping[str, tuple[str, str]] = MappingProxyType(
         "planned_share": ("planned_share", "Share of the source in the newest plan."),
         "realised_share": ("realised_share", "Share of the source in all that was drawn so far."),
         "epoch": ("epoch", "Epoch that the source is in."),
+        "epochs": ("epochs", "Passes over the source; completed ones, until the first has ended."),
+        "effective_epochs": ("effective_epochs", "What they are worth, in passes over new data."),
         "buffer_bytes": ("buffer_bytes", "Bytes of the source that are read ahead."),
         "workers": ("workers", "Workers that the source has."),
         "samples": ("samples_total", "Samples drawn."),

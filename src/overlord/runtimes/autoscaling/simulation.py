@@ -31,13 +31,14 @@ from overlord.core.order import BEGIN
 from overlord.core.place_tree import ClientPlaceTree
 from overlord.core.plan import LoadingPlan, PlanSlice, Share, plan_to_bytes
 from overlord.core.ragged import expand_ranges
-from overlord.core.samples import ENDS_EPOCH, Cursor, MetaArray, derive, hash64, take_meta
+from overlord.core.samples import ENDS_EPOCH, SKIP, Cursor, MetaArray, derive, hash64, take_meta
 from overlord.core.states import StreamState
 from overlord.errors import SpecError
 from overlord.job.specs import Job, stream_parts
 from overlord.planning.balancing.evenness import encoder_loads, rank_loads, runs_free, step_time
 from overlord.planning.checking import Strategy, run_strategy
 from overlord.planning.costs import CostModel
+from overlord.planning.exhaustion import PROJECTED_STEPS, Course, SourceForecast, SourceSize, forecast
 from overlord.planning.strategies import meets_once, name_of, vanilla
 from overlord.roles.changes import InputLog
 from overlord.roles.planner import MakePlan, Planner, PlannerStart
@@ -329,6 +330,8 @@ class SimulatedMesh:
     """Of a step."""
     tokens: float
     strategies: list[SimulatedStrategy]
+    sources: list[SourceForecast]
+    """When sources are read again or read up in a run with these batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,6 +342,8 @@ class Rehearsal:
     """Metadata of real rows, in the order of the job's sources."""
     profile: Profile
     weights: Mapping[str, float]
+    counted: Sequence[tuple[float | None, bool]]
+    """Rows of each source in an epoch, and whether they were counted or estimated."""
     strategies: Sequence[Strategy]
     """The first deals samples round-robin; the others are compared with it."""
     clock: StepClock
@@ -380,12 +385,12 @@ def simulate_mesh(
         PlanError: A step cannot be planned.
         SpecError: The workers do not suffice for the sources.
     """
-    job = job.model_copy(update={"max_steps": None})
+    most_steps, job = job.max_steps, job.model_copy(update={"max_steps": None})
     loaders = MeasuredLoaders(given.rows, job.seed)
     hosts = math.ceil(tree.world_size / given.per_host)
     media = _media_bytes(given, job)
     taken = [_Taken() for _ in given.strategies]
-    counts, tokens = list[Floats](), list[int]()
+    counts, tokens, shares = list[Floats](), list[int](), list[tuple[float, ...]]()
     place_s = 0.0
 
     def place(strategy: Strategy, buffer: Buffer, mesh: ClientPlaceTree) -> LoadingPlan:
@@ -413,6 +418,7 @@ def simulate_mesh(
             if step:
                 counts.append(np.bincount(plan.draw.source, minlength=len(job.sources)).astype(np.float64))
                 tokens.append(plan.total_tokens)
+                shares.append(plan.draw.weights)
             progress(f"planning steps for {tree}", step, given.steps)
         planner.close()
     drawn = np.array(counts)
@@ -428,7 +434,28 @@ def simulate_mesh(
         samples=float(drawn.sum(axis=1).mean()),
         tokens=float(np.mean(tokens)),
         strategies=found,
+        sources=_forecast(job, given, float(np.mean(tokens)), shares[0], most_steps),
     )
+
+
+def _forecast(
+    job: Job, rehearsal: Rehearsal, tokens: float, begins_with: Sequence[float], most_steps: int | None
+) -> list[SourceForecast]:
+    """Return when the sources of a job are read again, from the lengths of the rows that were read."""
+    sizes: list[SourceSize] = []
+    for (meta, _), (rows, exact) in zip(rehearsal.rows, rehearsal.counted, strict=True):
+        drawn = meta["tokens"][(meta["flags"] & SKIP) == 0]
+        sizes.append(SourceSize(rows, float(drawn.mean()) if len(drawn) else None, len(drawn) / len(meta), exact))
+    learn, most = job.mixture.learn, job.batch.global_tokens
+    course = Course(
+        mixture=job.mixture,
+        batch=job.batch,
+        names=job.names,
+        base=rehearsal.weights,
+        filled=min(tokens / most, 1.0) if most else 1.0,
+        constant=begins_with if learn is not None and learn.follows_reports else None,
+    )
+    return forecast(course, sizes, steps=most_steps or PROJECTED_STEPS, most_steps=most_steps)
 
 
 def _take(

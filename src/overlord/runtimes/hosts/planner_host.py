@@ -34,6 +34,7 @@ from overlord.core.place_tree import ranks_of_host
 from overlord.core.plan import LoadingPlan, PlanSlice, plan_to_bytes
 from overlord.errors import Rewound, StoreError
 from overlord.job.specs import Source
+from overlord.planning.learning.repetition import effective_epochs, epochs_of
 from overlord.runtimes.autoscaling.scaler import check_sizes
 from overlord.runtimes.hosts.peers import NO_REPORT, RemoteLoaders
 from overlord.runtimes.hosts.role_host import RoleHost
@@ -259,6 +260,7 @@ class PlannerHost(RoleHost):
         weights = (*weights, *([0.0] * (len(names) - len(weights))))
         counted = state.tokens if mixture.level == "token" else state.samples
         total, realised = sum(weights) or 1.0, max(int(counted.sum()), 1)
+        passes = [epochs_of(*row) for row in np.stack([state.epoch, state.passed, state.epoch_rows], axis=1).tolist()]
         sources = {
             name: {
                 "planned_share": weights[i] / total,
@@ -267,6 +269,8 @@ class PlannerHost(RoleHost):
                 "tokens": int(state.tokens[i]),
                 "skipped": int(state.skipped[i]),
                 "epoch": int(state.epoch[i]),
+                "epochs": passes[i],
+                "effective_epochs": effective_epochs(passes[i]),
                 "finished": bool(state.finished[i]),
                 "removed": i in roster.removed,
                 "parked": None if (why := roster.parked.get(i)) is None else {"since": why.since, "why": why.why},
