@@ -114,6 +114,7 @@ def page_app(watch: Watch, hosts: Collection[str], token: str | None = None) -> 
         Route("/balance", functools.partial(_of_step, showing, lambda step, _: watch.balance(step))),
         Route("/samples", functools.partial(_of_step, showing, watch.samples)),
         Route("/steering", functools.partial(_steering, showing, watch)),
+        Route("/repetition", functools.partial(_repetition, showing, watch)),
         Route("/change", functools.partial(_change, changing, watch, token), methods=["POST"]),
         Mount("/page", StaticFiles(directory=PAGE)),
     ]
@@ -293,6 +294,10 @@ async def _answered(turns: Turns, refused: int, call: Callable[..., Any], *given
 
 async def _steering(turns: Turns, watch: Watch, request: Request) -> Response:
     return await _answered(turns, 404, watch.steering, request.query_params.get("group"))
+
+
+async def _repetition(turns: Turns, watch: Watch, request: Request) -> Response:
+    return await _answered(turns, 404, watch.repetition)
 
 
 async def _of_step(

@@ -29,6 +29,7 @@ from overlord.planning.balancing.evenness import in_lockstep, over_ranks, rank_l
 from overlord.planning.costs import llama_12b
 from overlord.planning.strategies import vanilla
 from overlord.reports.live import remote_words, sentence_of
+from overlord.reports.repetition_panel import shown_repetition
 from overlord.runtimes.client_feed import ask_once
 from overlord.runtimes.transport.codec import raised
 from overlord.session import RunningService
@@ -50,6 +51,8 @@ LINE_POINTS = 600
 MOST_LINES = 12
 """Lines of one chart; more could not be told apart."""
 SPARK_POINTS = 60
+REPETITION_LINES = ("epochs", "losses", "spread")
+"""What the panel of repeated sources draws over steps."""
 LINES = ("at", "step", "steps_per_s", "tokens_per_s", "waited", "views_bytes", "held_bytes")
 """What a point of the history holds, in this order."""
 
@@ -132,10 +135,25 @@ class Watch:
         """
         with self._lock:
             faults = self._status.get("faults") or ()
+        return shown_steering(self._steps(), faults, group)
+
+    def repetition(self) -> dict[str, Any]:
+        """Return the panel of repeated sources, from the history that `steering` shows.
+
+        Raises:
+            OverlordError: The service does not answer.
+        """
+        shown = shown_repetition(self._steps())
+        lines = {key: {name: _thinned(line) for name, line in shown[key].items()} for key in REPETITION_LINES}
+        return shown | lines
+
+    def _steps(self) -> dict[str, Any]:
+        """Return the history of the service, which is asked for once every few seconds."""
+        with self._lock:
             held = self._history
         if held is None or time.monotonic() - held[0] > PLAN_EVERY_S:
             held = self._history = (time.monotonic(), self._service.history())
-        return shown_steering(held[1], faults, group)
+        return held[1]
 
     def plan(self, step: int | None = None) -> LoadingPlan | None:
         """Return the plan of a step that the planner has in memory; by default of the newest that a trainer has.

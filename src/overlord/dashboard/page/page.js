@@ -69,6 +69,9 @@ const EMPTY = {
   "plot-tokens": "Waits for the first steps to be drawn", "plot-bytes": "Waits for the service's first answer",
   "plot-reports": "Waits for a trainer to report something: client.report(step, {\"loss\": 2.1})",
   "plot-shares": "Waits for the first step to be planned",
+  "plot-epochs": "Waits for a source to be read a second time",
+  "plot-losses": "Waits for losses of these sources: client.report(step, {\"loss/NAME\": 2.1, \"heldout/NAME\": 2.4})",
+  "plot-alpha": "Waits for LayerBalance: client.report(step, balance.metrics())",
 };
 // A chart without a point says what it waits for.
 function tellEmpty(id, series) {
@@ -111,6 +114,7 @@ function draw() {
 new ResizeObserver(() => {
   for (const { id, made } of plots) made.setSize({ width: $(id).clientWidth, height: 180 });
   for (const one of steeringPlots) one.setSize({ width: one.root.parentElement.clientWidth, height: 200 });
+  for (const plot of repetitionPlots) plot.setSize({ width: plot.root.parentElement.clientWidth, height: 160 });
 }).observe(document.querySelector("main"));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { inks = {}; openPlots(); drawHeat(); steeringLook = ""; drawSteering(); });
 
@@ -210,11 +214,11 @@ $("heat-after").onclick = event => {
 
 // Steering: what was reported, the shares of the mixture, changes and faults, on one axis of steps.
 let steering = null, steeringPlots = [], steeringLook = "";
-function drawMarks(u) {
+function drawMarks(u, groups) {
   const { ctx: pen, bbox } = u, { min, max } = u.scales.x;
   pen.save();
   pen.lineWidth = 1.5 * devicePixelRatio;
-  for (const [marks, colour, dash] of [[steering.changes, "--blue", [5, 4]], [steering.faults, "--red", []]]) {
+  for (const [marks, colour, dash] of groups) {
     pen.strokeStyle = ink(colour); pen.setLineDash(dash.map(part => part * devicePixelRatio));
     pen.beginPath();
     for (const x of new Set(marks.filter(one => one.step >= min && one.step <= max).map(one => Math.round(u.valToPos(one.step, "x", true))))) {
@@ -249,7 +253,7 @@ function drawSteering() {
       label, stroke: COLOURS[known.indexOf(last(label)) % COLOURS.length], width: 1.8, spanGaps: true, points: { show: false },
       value: (u, value) => part ? percent(value) : count(value), ...(part ? { paths: uPlot.paths.stepped({ align: 1 }) } : {}),
     }))],
-    hooks: { draw: [drawMarks] },
+    hooks: { draw: [u => drawMarks(u, [[steering.changes, "--blue", [5, 4]], [steering.faults, "--red", []]])] },
   }, data[part], $(id)));
 }
 const MADE = { mixture: "the mixture was set", skip: "global batches passed over:", mesh: "the mesh became", add: "added", remove: "removed", park: "parked", return: "returned" };
@@ -269,6 +273,47 @@ async function lookAtSteering(event) {
   drawSteering();
 }
 $("group").onchange = lookAtSteering;
+
+// Repetition: passes over sources, their losses and the spread of alpha, on one axis of steps.
+let repetition = null, repetitionPlots = [], repetitionLook = "";
+const REPETITION = [["plot-epochs", "epochs"], ["plot-losses", "losses"], ["plot-alpha", "spread"]];
+function drawRepetition() {
+  const parts = REPETITION.map(([, key]) => Object.entries(repetition[key]));
+  const steps = [...new Set([...parts.flat().flatMap(([, [at]]) => at), ...repetition.marks.map(mark => mark.step)])].sort((a, b) => a - b);
+  const place = new Map(steps.map((step, at) => [step, at]));
+  const spread = ([, [when, values]]) => { const line = new Array(steps.length).fill(null); when.forEach((step, at) => { line[place.get(step)] = values[at]; }); return line; };
+  const data = parts.map(lines => [steps, ...lines.map(spread)]), look = JSON.stringify(parts.map(lines => lines.map(([name]) => name)));
+  REPETITION.forEach(([id], part) => tellEmpty(id, data[part].slice(1)));
+  if (look === repetitionLook) { repetitionPlots.forEach((plot, part) => plot.setData(data[part])); return; }
+  for (const plot of repetitionPlots) plot.destroy();
+  repetitionLook = look;
+  const names = Object.keys(repetition.epochs), colour = label => COLOURS[Math.max(0, names.indexOf(label.split("/").at(-1))) % COLOURS.length];
+  const passed = epochs => repetition.marks.filter(mark => mark.epochs === epochs);
+  repetitionPlots = REPETITION.map(([id], part) => new uPlot({
+    width: $(id).clientWidth, height: 160, cursor: { sync: { key: "steps" }, drag: { x: true, y: false } },
+    scales: { x: { time: false }, y: part ? {} : fromZero },
+    axes: [{ ...axis(), values: (u, ticks) => ticks.map(count) }, { ...axis(), size: 56, values: (u, ticks) => ticks.map(count) }],
+    series: [{ label: "step", value: (u, value) => count(value) }, ...parts[part].map(([label]) => ({
+      label, stroke: colour(label), width: 1.8, spanGaps: true, points: { show: false }, value: (u, value) => count(value),
+      dash: label.startsWith("heldout/") ? [6, 4] : [],
+    }))],
+    hooks: { draw: [u => drawMarks(u, [[passed(4), "--blue", [5, 4]], [passed(16), "--red", []]])] },
+  }, data[part], $(id)));
+}
+async function lookAtRepetition() {
+  if (!seenNow("repetition")) return;
+  const found = await get("repetition");
+  if (found.error) { $("repetition-words").textContent = found.error; return; }
+  repetition = found;
+  const names = Object.keys(found.epochs), newest = name => found.epochs[name][1].at(-1);
+  $("repetition-words").textContent = !names.length ? "No source has been read a second time." :
+    names.slice(0, 6).map(name => `${name}: ${passes(newest(name))} epochs, worth ${passes(found.worth[name])}`).join("; ") +
+    (names.length + found.left_out > 6 ? `; ${count(names.length + found.left_out - 6)} further sources were read again.` : ".");
+  $("repetition-warnings").replaceChildren(...found.warnings.map(text => element("li", text)));
+  $("repetition-marks").replaceChildren(...found.marks.slice(-12).reverse().map(mark => element("li", `step ${mark.step}: ${mark.source} passes ${mark.epochs} epochs`)));
+  $("repetition-plots").hidden = !names.length;
+  if (names.length) drawRepetition();
+}
 
 // Changes: only with a token, which the address may bring.
 const HINTS = { set_mixture: "Weights, as name=weight with commas between", park_source: "Name of the source", return_source: "Name of the source",
@@ -375,9 +420,9 @@ function follow() {
   });
   stream.addEventListener("now", event => show(JSON.parse(event.data)));
   stream.onerror = () => { $("live").textContent = "the page's server does not answer"; $("live").className = "lost"; };
-  for (const look of [lookAtBalance, lookAtSteering]) {
+  for (const look of [lookAtBalance, lookAtSteering, lookAtRepetition]) {
     setInterval(() => look(), 3000);
-    addEventListener("scrollend", () => { if (!balance || !steering) look(); });
+    addEventListener("scrollend", () => { if (!balance || !steering || !repetition) look(); });
     look();
   }
 }

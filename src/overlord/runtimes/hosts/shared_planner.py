@@ -40,6 +40,7 @@ from overlord.core.samples import Cursor
 from overlord.errors import Fenced, NothingToDraw, ReportMissing, Rewound, SpecError, StateError, StoreError
 from overlord.job.layout_specs import OnSourceFailure
 from overlord.job.specs import Mixture
+from overlord.planning.learning.repetition import epochs_of
 from overlord.roles.changes import FIXED_WHILE_RUNNING
 from overlord.roles.planner import SNAPSHOT_EVERY, Due, Planner
 from overlord.roles.ports import Loaders
@@ -258,6 +259,15 @@ def workload(planner: Planner, ahead: Sequence[int]) -> dict[str, Any]:
     }
 
 
+def _repeated_epochs(planner: Planner) -> dict[str, float]:
+    """Return how many passes were made over the sources that have been read more than once."""
+    state, names = planner.latest_state, planner.inputs.names
+    counts = zip(names, state.epoch.tolist(), state.passed.tolist(), state.epoch_rows.tolist(), strict=False)
+    passes = {name: epochs_of(epoch, passed, rows) for name, epoch, passed, rows in counts if epoch > 0}
+    most = sorted(passes, key=lambda name: (-passes[name], name))[:MEASURED_EPOCHS]
+    return {f"epochs/{name}": passes[name] for name in most}
+
+
 def _beginning(planner: Planner, step: int | None, mesh: ClientPlaceTree) -> Beginning:
     store = planner.checkpoints.store
     return Beginning(step, str(mesh), store.lineage, (min(store.oldest_step, planner.next_step), planner.next_step))
@@ -332,6 +342,8 @@ KEPT_LABELS = 64
 """Steps of which it is remembered what does not decode: a host that asks later tells it again."""
 MEASURED_SHARES = 100
 """Sources whose share of the mixture is noted over the steps: those with the largest."""
+MEASURED_EPOCHS = 20
+"""Sources whose passes are noted over the steps: those that were repeated most."""
 MOST_MARKS = 500
 """Changes of a run that its history names: the newest."""
 TELL_S = 0.1
@@ -992,6 +1004,7 @@ class SharedPlanner:
                 self._measured_weights = weights
                 shares = sorted(zip(weights, names, strict=False), reverse=True)[:MEASURED_SHARES]
                 found |= {f"share/{name}": weight / sum(weights) for weight, name in shares}
+            found |= _repeated_epochs(planner)
         if plan is not None:  # without the lock: a plan never changes
             loads = plan.loads(plan.padded).sum(axis=1)
             found["balance"] = float(loads.max() / max(loads.mean(), 1.0)) if len(loads) else 1.0
