@@ -312,6 +312,15 @@ def _mutated(state, dice: random.Random):
     return found
 
 
+@pytest.mark.parametrize("sources", [None, [], "abc"])
+def test_a_state_without_the_digests_of_its_sources_is_damaged(ids_job, cache, sources):
+    with ol.launch(ids_job, runtime="inline", cache=cache) as service:
+        state = service.client().state_dict()
+    state["fingerprint"] = state["fingerprint"] | {"sources": sources}
+    with pytest.raises(ol.StateError, match="damaged"):
+        ol.launch(ids_job, runtime="inline", state=sealed(state), cache=cache)
+
+
 @pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.nightly)])
 def test_mutated_states_raise_nothing_but_our_errors(ids_job, cache, count):
     job, dice = ids_job.replace(mixture=ol.Mixture(learn="odm"), lag=3), random.Random(count)

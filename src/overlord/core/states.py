@@ -244,6 +244,9 @@ def check_form(state: Mapping[str, Any]) -> None:
     for key in ("fingerprint", "sources", "reports"):
         if not isinstance(state[key], Mapping):
             raise _damaged(f"{key} is {state[key]!r:.80}")
+    digests = state["fingerprint"].get("sources")
+    if not isinstance(digests, Mapping):
+        raise _damaged(f"the sources of its fingerprint are {digests!r:.80}")
     if not is_whole(state["step"], 0, _MOST):
         raise _damaged(f"step is {state['step']!r:.80}")
     if state["mixer"] is not None and not isinstance(state["mixer"], Mapping):
