@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 import threading
+import time
 import urllib.request
 
 import numpy as np
@@ -66,6 +67,14 @@ def page_of(service):
         thread.join()
 
 
+def until(find, within_s=60.0):
+    ends = time.monotonic() + within_s
+    while not (answer := find()):
+        assert time.monotonic() < ends, "it has not come to that"
+        time.sleep(0.1)
+    return answer
+
+
 def panel(url):
     with urllib.request.urlopen(f"{url}repetition", timeout=30) as answer:
         return json.load(answer)
@@ -74,13 +83,14 @@ def panel(url):
 def test_marks_stand_at_the_steps_at_which_epochs_are_passed(repeated):
     url, counts = repeated
     passes = np.cumsum(counts) / ROWS
-    shown = panel(url)
-    expected = [(4, int(np.argmax(passes >= 4))), (16, int(np.argmax(passes >= 16)))]
-    found = [(mark["epochs"], mark["step"]) for mark in shown["marks"]]
-    assert [epochs for epochs, _ in found] == [4, 16]
-    # Where several steps are planned at once, only the last of them is measured.
-    assert all(0 <= step - right <= 2 for (_, step), (_, right) in zip(found, expected, strict=True)), (found, expected)
-    assert shown["epochs"]["math"][1][-1] >= 19 and "web" not in shown["epochs"]
+    # An answer is kept for a moment, and a step is measured after it is planned.
+    shown = until(lambda: (answer := panel(url))["epochs"]["math"][1][-1] >= 19 and answer)
+    assert [mark["epochs"] for mark in shown["marks"]] == [4, 16]
+    measured = np.array(shown["epochs"]["math"][0])
+    for mark in shown["marks"]:  # the first measured step at which so many epochs are over
+        reached = int(np.argmax(passes >= mark["epochs"]))
+        assert mark["step"] == measured[measured >= reached][0]
+    assert "web" not in shown["epochs"]
     (warning,) = shown["warnings"]
     assert warning.startswith("math was read ") and "learned by heart" in warning
 
