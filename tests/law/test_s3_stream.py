@@ -12,6 +12,7 @@ from moto.server import ThreadedMotoServer
 
 import overlord as ol
 from overlord.testing import stream_digests
+from overlord.testing.object_server import ObjectServer
 
 OPTIONS = {"access_key": "testing", "secret_key": "testing", "region": "us-east-1", "scheme": "http"}
 
@@ -53,3 +54,7 @@ def test_bucket_and_disk_give_the_same_digests(tmp_path, cache, server, where):
     local = job(str(tmp_path), {})
     expected = stream_digests(local, steps=12, cache=cache)
     assert stream_digests(remote, steps=12, cache=cache, **where) == expected
+    with ObjectServer(tmp_path.parent) as google:
+        options = {"anonymous": True, "endpoint_override": google.url}
+        remote = job(f"gs://{tmp_path.name}/*.parquet", options)
+        assert stream_digests(remote, steps=12, cache=cache, **where) == expected

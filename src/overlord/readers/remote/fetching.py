@@ -31,7 +31,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from overlord.errors import shortened
-from overlord.readers.remote.object_store import Bucket, RemoteObject
+from overlord.readers.remote.object_store import REQUEST_S, Bucket, RemoteObject
 
 logger = logging.getLogger("overlord")
 T = TypeVar("T")
@@ -47,7 +47,6 @@ _FIRST_PAUSE_S = 0.1
 _MOST_PAUSE_S = 10.0
 _MOST_ASKED_PAUSE_S = 60.0
 """A server that asks for a longer pause is asked again after this."""
-_DEADLINE_S = 20.0
 _SLOWEST_BYTES_S = 256 << 10
 """A range has this much longer for its bytes."""
 _HEDGE_FLOOR_S = 0.05
@@ -179,7 +178,7 @@ class Fetcher:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="fetched")
-        self._clients: dict[Bucket, Any] = {}
+        self._clients: dict[tuple[Bucket, bool], Any] = {}
         self._renewed: dict[Bucket, float] = {}
         self._latencies = _Latencies()
         self._slots: asyncio.Semaphore | None = None
@@ -250,15 +249,15 @@ class Fetcher:
             FileNotFoundError: There is no such object.
             RangeLost: The store does not answer, or refuses.
         """
-        for attempt in range(_ATTEMPTS):
+        first = time.perf_counter()
+        for attempt in itertools.count():
             self.counters.add(requests=1)
             began = time.perf_counter()
             try:
                 answer = ask(self._client(bucket))
             except Exception as error:
                 again = _sorted_out(error, bucket.identity)
-                last = attempt + 1 == _ATTEMPTS or (again.refused and attempt)
-                if last:
+                if _is_last(attempt, first, bucket) or (again.refused and attempt):
                     raise RangeLost(str(again)) from error
                 if again.refused:
                     self._renew(bucket, began)
@@ -267,7 +266,7 @@ class Fetcher:
                 continue
             self.counters.record_latency(time.perf_counter() - began)
             return answer
-        raise AssertionError("the last attempt raises")
+        raise AssertionError("attempts end by an answer or an error")
 
     def run_soon(self, work: Callable[[], object]) -> None:
         """Run something short in a thread of the fetcher."""
@@ -314,15 +313,15 @@ class Fetcher:
 
     async def _attempts(self, remote: RemoteObject, start: int, stop: int) -> memoryview:
         assert self._slots is not None
-        refusals = 0
-        for attempt in range(_ATTEMPTS):
+        refusals, first = 0, time.perf_counter()
+        for attempt in itertools.count():
             began = time.perf_counter()
             try:
                 async with self._slots:
                     return await self._hedged(remote, start, stop)
             except _Again as again:
                 refusals += again.refused
-                if attempt + 1 == _ATTEMPTS or refusals > _ATTEMPTS // 2:
+                if _is_last(attempt, first, remote.bucket) or refusals > _ATTEMPTS // 2:
                     raise RangeLost(
                         f"bytes {start} to {stop} of {remote.url} did not come in {attempt + 1} attempts: {again}"
                     ) from again
@@ -336,11 +335,11 @@ class Fetcher:
                     pause += asked
                 self.counters.add(retries=1)
                 await asyncio.sleep(pause)
-        raise AssertionError("the last attempt raises")
+        raise AssertionError("attempts end by an answer or an error")
 
     async def _hedged(self, remote: RemoteObject, start: int, stop: int) -> memoryview:
         """Send a request, and a second one when it is late; return what comes first."""
-        deadline = _DEADLINE_S + (stop - start) / _SLOWEST_BYTES_S
+        deadline = remote.bucket.request_s + (stop - start) / _SLOWEST_BYTES_S
         until = time.perf_counter() + deadline
         tasks = {asyncio.ensure_future(self._request(remote, start, stop))}
         late = self._latencies.late_after(stop - start)
@@ -382,7 +381,7 @@ class Fetcher:
         try:
             import obstore
 
-            response = await obstore.get_async(self._client(remote.bucket), remote.key, options=options)
+            response = await obstore.get_async(self._client(remote.bucket, ranges=True), remote.key, options=options)
             differs = remote.is_in(response.meta)
             if differs is not None:
                 raise ObjectChanged(differs)
@@ -399,11 +398,13 @@ class Fetcher:
         self._latencies.add(len(data), seconds)
         return data
 
-    def _client(self, bucket: Bucket) -> Any:
+    def _client(self, bucket: Bucket, *, ranges: bool = False) -> Any:
+        """Return a client whose requests end in time: those for ranges have longer, for their bytes."""
         with self._lock:
-            client = self._clients.get(bucket)
+            client = self._clients.get((bucket, ranges))
             if client is None:
-                client = self._clients[bucket] = bucket.connect()
+                bytes_s = 2 * MOST_RANGE_BYTES / _SLOWEST_BYTES_S if ranges else 0.0
+                client = self._clients[bucket, ranges] = bucket.connect(bytes_s)
             return client
 
     def _renew(self, bucket: Bucket, began: float) -> None:
@@ -411,7 +412,8 @@ class Fetcher:
         with self._lock:
             if self._renewed.get(bucket, 0.0) < began:
                 self._renewed[bucket] = time.perf_counter()
-                self._clients.pop(bucket, None)
+                for ranges in (False, True):
+                    self._clients.pop((bucket, ranges), None)
                 self.counters.add(refreshed=1)
 
     def _asked_pause(self, remote: RemoteObject) -> float:
@@ -429,7 +431,7 @@ class Fetcher:
             else:
                 url, headers = obstore.sign(client, "HEAD", remote.key, timedelta(minutes=1)), {}
             self.counters.add(requests=1)
-            with urlopen(Request(url, method="HEAD", headers=dict(headers)), timeout=_DEADLINE_S):
+            with urlopen(Request(url, method="HEAD", headers=dict(headers)), timeout=REQUEST_S):
                 return 0.0
         except HTTPError as error:
             return _seconds_of(error.headers.get("Retry-After"))
@@ -456,9 +458,16 @@ def _seconds_of(retry_after: str | None) -> float:
     return min(max(seconds, 0.0), _MOST_ASKED_PAUSE_S)
 
 
+def _is_last(attempt: int, first: float, bucket: Bucket) -> bool:
+    """Return whether a request is given up after this attempt; the first one was made at `first`."""
+    if bucket.retry_s is None:
+        return attempt + 1 >= _ATTEMPTS
+    return time.perf_counter() - first >= bucket.retry_s
+
+
 def _pause(attempt: int) -> float:
     """Return a pause of random length, longer after each attempt: callers that failed together come back apart."""
-    return random.uniform(0.5, 1.0) * min(_MOST_PAUSE_S, _FIRST_PAUSE_S * 3**attempt)
+    return random.uniform(0.5, 1.0) * min(_MOST_PAUSE_S, _FIRST_PAUSE_S * 3 ** min(attempt, 9))
 
 
 def _sorted_out(error: Exception, what: str) -> _Again:
@@ -471,7 +480,8 @@ def _sorted_out(error: Exception, what: str) -> _Again:
     """
     import obstore.exceptions as failures
 
-    text = str(error).partition("\n\nDebug source")[0]
+    text, _, debug = str(error).partition("\n\nDebug source")
+    text = text.replace("HTTP error: error sending request", _cause(debug))
     status = int(code[1]) if (code := _STATUS.search(text)) else 0
     if isinstance(error, FileNotFoundError):
         raise FileNotFoundError(f"{what} is not there") from error
@@ -488,6 +498,19 @@ def _sorted_out(error: Exception, what: str) -> _Again:
     if 400 <= status < 500 and status not in (408, 425, 429):
         raise OSError(f"{what}: {_short(text)}") from error
     return _Again(_short(text), busy=status in (429, 503))
+
+
+def _cause(debug: str) -> str:
+    """Return why no response came; the first line of obstore's errors does not say it.
+
+    Example:
+        >>> _cause('Os { code: 111, kind: ConnectionRefused, message: "Connection refused" }')
+        'Connection refused'
+    """
+    if "kind: Timeout" in debug:
+        return "the request timed out"
+    reason = re.search(r'(?:message|error): "([^"]+)"', debug)
+    return reason[1] if reason else "no connection"
 
 
 def _short(text: str) -> str:

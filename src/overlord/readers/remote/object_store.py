@@ -28,6 +28,13 @@ OBJECT_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "http", "https")
 """The schemes of URLs that are read through obstore."""
 _CREDENTIALS_S = 300
 """How long credentials of a file are used before the file is read again."""
+REQUEST_S = 20.0
+"""Seconds that a request may take where `request_timeout` says nothing; one for many bytes has longer for them."""
+_S3_OPTIONS = {
+    name: kind for name, kind in S3_OPTIONS.items() if name not in ("allow_bucket_creation", "allow_delayed_open")
+}
+_GCS_OPTIONS = {name: kind for name, kind in GCS_OPTIONS.items() if name != "project_id"}
+"""As those of stores, without what acts on writing only."""
 _AZURE_OPTIONS: dict[str, type] = {
     "account_name": str,
     "account_key": str,
@@ -54,7 +61,7 @@ def checked_options(scheme: str, options: StorageOptions) -> tuple[str, dict[str
         SpecError: A storage option is unknown, or of another type.
     """
     scheme = {"s3a": "s3", "gcs": "gs"}.get(scheme, scheme)
-    allowed = {"s3": S3_OPTIONS, "gs": GCS_OPTIONS, "az": _AZURE_OPTIONS}.get(scheme, _HTTP_OPTIONS)
+    allowed = {"s3": _S3_OPTIONS, "gs": _GCS_OPTIONS, "az": _AZURE_OPTIONS}.get(scheme, _HTTP_OPTIONS)
     return scheme, check_options(scheme, options, allowed)
 
 
@@ -91,8 +98,22 @@ class Bucket:
         place = options.get("endpoint_override") or options.get("account_name")
         return f"{self.scheme}://{self.name}" + (f" at {place}" if place else "")
 
-    def connect(self) -> Any:
+    @property
+    def request_s(self) -> float:
+        """Seconds that a request may take, apart from those for its bytes."""
+        return float(dict(self.options).get("request_timeout", REQUEST_S))
+
+    @property
+    def retry_s(self) -> float | None:
+        """Seconds within which a request is repeated; None where only its attempts are counted."""
+        seconds = dict(self.options).get("retry_time_limit")
+        return None if seconds is None else float(seconds)
+
+    def connect(self, bytes_s: float = 0.0) -> Any:
         """Return a new client, whose credentials are looked up again.
+
+        Args:
+            bytes_s: Seconds that the bytes of a response may take in addition to `request_s`.
 
         Raises:
             SpecError: A package is needed that is not installed.
@@ -101,9 +122,12 @@ class Bucket:
         from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
         options = dict(self.options)
-        # One attempt only: requests are tried again by the fetcher, which counts them. Deadlines are its own, too.
+        # One attempt only: requests are tried again by the fetcher, which counts them.
         retries = {"max_retries": 0, "retry_timeout": datetime.timedelta(seconds=1)}
-        common: dict[str, Any] = {"client_options": _client_options(options), "retry_config": retries}
+        common: dict[str, Any] = {
+            "client_options": _client_options(options, self.request_s + bytes_s),
+            "retry_config": retries,
+        }
         try:
             if self.scheme == "s3":
                 return S3Store(self.name, **_s3_options(self.name, options), **common)
@@ -176,10 +200,10 @@ def http_key(path: str) -> str:
     return path
 
 
-def _client_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def _client_options(options: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
     chosen: dict[str, Any] = {
         "allow_http": True,  # where an endpoint says http://, that is meant
-        "timeout": datetime.timedelta(days=1),
+        "timeout": datetime.timedelta(seconds=timeout_s),  # of one request: a listing makes one for each page
         "connect_timeout": datetime.timedelta(seconds=options.get("connect_timeout", 5)),
     }
     if "proxy_options" in options:
