@@ -465,7 +465,7 @@ def trace(
         str, typer.Argument(metavar="ADDRESS", help="What `overlord serve` shows, or its address file.")
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The trace; open it at ui.perfetto.dev.")] = Path(
-        "overlord.pftrace"
+        "overlord-trace.json"
     ),
     seconds: Annotated[float, typer.Option("--seconds", callback=within(0.1), help="How long to record.")] = 10.0,
     interval: Annotated[
@@ -475,14 +475,14 @@ def trace(
 ) -> None:
     """Record which roles of a running service waited for which, by step, as a trace for Perfetto."""
     from overlord.cli.top import record
-    from overlord.reports.perfetto import trace_of
+    from overlord.reports.chrome_trace import trace_of
 
     screen = Screen(as_json=as_json)
     check_writable("--out", out)
     with screen.progress() as tell:
         found, told = trace_of(record(address, seconds, interval, tell))
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_bytes(found.to_bytes())
+    out.write_text(found.to_json())
     waits = sorted(told["waited_s"].items(), key=lambda pair: -pair[1])
     listed = ", ".join(f"{name} {waited:.2f} s" for name, waited in waits[:4])
     screen.show(
@@ -809,7 +809,7 @@ EXAMPLES = {
     "status": "address",
     "dashboard": "address --port 9500",
     "top": "address --interval 1",
-    "trace": "address --seconds 30 --out run.pftrace",
+    "trace": "address --seconds 30 --out trace.json",
     "sources list": "job.yaml --rows",
     "sources preview": "job.yaml web --rows 5 --html samples.html",
     "sources lint": "job.yaml --rows 1000",
