@@ -203,7 +203,7 @@ def test_a_bucket_that_stops_answering(tmp_path, folder, monkeypatch):
     keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
     client = boto3.client("s3", endpoint_url=f"http://{host}:{port}", **keys)
     client.create_bucket(Bucket="parking")  # servers of one process share their buckets
-    for number in range(4):
+    for number in range(20):  # more than is read ahead
         out = io.BytesIO()
         rows = [[1000 * number + i] * (i % 17 + 1) for i in range(30)]
         pq.write_table(pa.table({"ids": pa.array(rows, pa.list_(pa.int32()))}), out, row_group_size=10)
@@ -215,11 +215,11 @@ def test_a_bucket_that_stops_answering(tmp_path, folder, monkeypatch):
     remote = ol.Source("s3", "s3://parking/data/*.parquet", sample=SAMPLE, shuffle_bytes=500, storage_options=storage)
     job = job_of(folder, "ab")
     job = job.replace(sources=[*job.sources, remote])
-    options = {"runtime": "inline", "cache": str(tmp_path / "cache"), "on_source_failure": "park"}
+    options = {"runtime": "inline", "cache": str(tmp_path / "cache"), "on_source_failure": "park", "cache_bytes": 0}
     with ol.launch(job, **options) as service:
         service.plan_raw(1)
         server.stop()
-        for step in range(2, 30):
+        for step in range(2, 300):
             weights = service.plan_raw(step).draw.weights
             if service.status()["sources"]["s3"]["parked"] is not None:
                 break

@@ -31,7 +31,7 @@ def constructors(service):
     return [one for one in service.status()["hosts"] if one["role"].startswith("constructor") and one["up"]]
 
 
-def until(done, patience_s=60.0):
+def until(done, patience_s=90.0):
     end = time.monotonic() + patience_s
     while not done() and time.monotonic() < end:
         time.sleep(0.2)

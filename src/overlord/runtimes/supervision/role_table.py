@@ -43,6 +43,8 @@ class RoleInstance:
     """Whether it is not to run at the moment."""
     clients: int = 0
     """Clients that are attached to it."""
+    attached: bool = False
+    """Whether any client has been attached to it since it was started."""
     waits: tuple[str, ...] = ()
     """What its worker and reader processes have not answered for some seconds."""
     rewound: bool = False
@@ -100,7 +102,7 @@ class RoleTable:
     def came_up(self, one: RoleInstance, peer: Peer, pid: int) -> None:
         """Note that a role was started or replaced, and publish it."""
         with self.lock:
-            one.peer, one.coming, one.pid, one.asleep = peer, None, pid, False
+            one.peer, one.coming, one.pid, one.asleep, one.attached = peer, None, pid, False, False
             self.watch_from_now(one)
             self.publish()
 

@@ -351,7 +351,7 @@ class Supervisor:
             if lost and not self._closing.is_set():
                 self._lose(lost)
             served = max(one.served for one in roles.values())
-            self.trainers.end_left(served)
+            self.trainers.end_left(served, now)
             if roles[PLANNER].rewound:
                 self._rewind()
         if served > self._served:
@@ -388,6 +388,7 @@ class Supervisor:
             one.rewound = heartbeat.rewound
             one.served = max(one.served, heartbeat.served)
             one.clients = heartbeat.clients
+            one.attached |= heartbeat.clients > 0
             one.waits = heartbeat.waits
             one.beat = one.peer.ask("beat", Nothing())
             if heartbeat.version < self.table.version:
@@ -415,7 +416,7 @@ class Supervisor:
             self._engine.kill(one.peer, one.site, one.pid)
             one.restarts.failed(why, self._clock() - one.started_at)
             one.restarts.count += 1
-            leaves = self.trainers.leaves(one, self._served)
+            leaves = self.trainers.leaves(one, self._served, self._clock())
             self.table.went_down(one, asleep=leaves)
             logger.warning("the %s %s; it is %s", one.site.name, why, "not needed any more" if leaves else "replaced")
             if leaves:

@@ -1,8 +1,8 @@
 """Constructor hosts that come and go with the mesh, while a service runs.
 
     a mesh with more hosts      constructor hosts are started on further hosts of trainers, then the mesh is changed
-    a mesh with fewer hosts     the last ones leave: each is ended when the stream has come to the mesh and no client is
-                                attached to it any more; one that is lost then is not replaced
+    a mesh with fewer hosts     the last ones leave: each is ended when the stream has come to the mesh and its clients
+                                have been told and are gone; one that is lost then is not replaced
 
 Which ranks a host expects follows from the hosts of the mesh (`RoleTable.hosts`), and is published to all roles. A host
 serves any rank that attaches to it, so roles that hear of a change at different times need nothing else.
@@ -24,6 +24,10 @@ from overlord.runtimes.supervision.role_table import MOST_TRIES, RoleInstance, R
 from overlord.runtimes.transport.engine import Engine, Peer
 
 logger = logging.getLogger("overlord")
+
+RETURN_S = 60.0
+"""How long a host that leaves waits for clients where none has been attached to it: after a restart they come back when
+they need their next step, and must be told by this host that the mesh has no place for them."""
 
 
 class TrainerHosts:
@@ -53,6 +57,8 @@ class TrainerHosts:
         self._cluster = cluster
         self._leaving: dict[str, int] = {}
         """Constructor hosts that the newest mesh does not have, and its first step."""
+        self._reached_at: dict[str, float] = {}
+        """When the stream had come to that step."""
 
     def reshard(self, request: Reshard) -> Resharded:
         """Change the mesh to one with its own number of hosts; what fails leaves everything as it was.
@@ -88,6 +94,7 @@ class TrainerHosts:
     def _let_leave(self, first_step: int, hosts: int) -> None:
         running = self._table.running("constructor")
         self._leaving = {one.site.name: first_step for one in running if one.site.number >= hosts}
+        self._reached_at = {}
 
     def resume(self, hosts: Mapping[int, int], newest: tuple[int, int] | None) -> None:
         """Start the hosts that meshes were given, in a service that recovers; ranks of one that fails have no data.
@@ -104,21 +111,31 @@ class TrainerHosts:
         self._publish(hosts)
         self._let_leave(*newest)
 
-    def leaves(self, one: RoleInstance, served: int) -> bool:
-        """Whether a host is not replaced when it is lost: a client has come to the mesh that does not have it."""
-        first_step = self._leaving.get(one.site.name)
-        return first_step is not None and served >= first_step
+    def leaves(self, one: RoleInstance, served: int, now: float) -> bool:
+        """Whether no client needs a host any more, so that it is ended, and is not replaced when it is lost.
 
-    def end_left(self, served: int) -> None:
-        """End the hosts that have left, when a client has come to the new mesh and none is attached to them."""
+        Args:
+            one: The host.
+            served: The newest step that any client has come to.
+            now: The supervisor's clock.
+        """
+        first_step = self._leaving.get(one.site.name)
+        if first_step is None or served < first_step:
+            return False
+        reached_at = self._reached_at.setdefault(one.site.name, now)
+        return not one.clients and (one.attached or now - reached_at > RETURN_S)
+
+    def end_left(self, served: int, now: float) -> None:
+        """End the hosts that no client needs any more."""
         for one in self._table.running("constructor"):
-            if self.leaves(one, served) and not one.clients:
+            if self.leaves(one, served, now):
                 self._end(one)
                 logger.info("the %s has no ranks any more, and was ended", one.site.name)
 
     def forget(self, one: RoleInstance) -> None:
         """Note that a host that was leaving is gone."""
         self._leaving.pop(one.site.name, None)
+        self._reached_at.pop(one.site.name, None)
         self._engine.release(one.site)
 
     def _publish(self, hosts: Mapping[int, int]) -> None:
