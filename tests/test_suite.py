@@ -38,6 +38,16 @@ def run_suite(folder: Path, *options: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+def test_what_failed_runs_once_more_also_when_the_time_of_the_run_is_over(tmp_path, monkeypatch):
+    """A test that is skipped the second time would count as passed."""
+    (tmp_path / "test_a.py").write_text(
+        'import os\ndef test_fails():\n    assert "OVERLORD_TESTS_UNTIL" not in os.environ\n'
+    )
+    monkeypatch.setenv("OVERLORD_TESTS_UNTIL", "0")
+    code, said = run_suite(tmp_path)
+    assert code == 0 and "1 tests failed; now they run again" in said and "1 passed" in said
+
+
 def test_what_failed_runs_once_more_and_nothing_else_does(tmp_path):
     (tmp_path / "test_it.py").write_text(
         f"""
