@@ -38,11 +38,9 @@ from overlord.errors import SpecError, StateError
 
 logger = logging.getLogger("overlord")
 
-_STATE_FIELDS = {"rule", "step", "names", "shapes", "units", "alphas", "pending", "measured_at"} | {
-    "begin",
-    "target",
-    "ramp_from",
-}
+_STATE_FIELDS = {
+    "rule", "step", "names", "shapes", "units", "alphas", "pending", "measured_at", "begin", "target", "ramp_from",
+}  # fmt: skip
 MOST_NAMES = 64
 """Metrics that are reported at most: they are kept with every report of the run."""
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from overlord.planning.learning.repetition import effective_epochs
-from overlord.reports.passes import ORDINALS, passes
+from overlord.reports.passes import ORDINALS, passes, worth_of
 
 MARKED = (4, 16)
 """Passes that are marked: up to 4, repeated data is worth about as much as new data, beyond 16 little."""
@@ -96,7 +96,7 @@ def overfitting(name: str, epochs: Series, reports: Mapping[str, Series]) -> str
         return None
     count = epochs["mean"][-1]
     return (
-        f"{name} was read {passes(count)} times, worth {passes(effective_epochs(count))}. Since its "
+        f"{name} was read {passes(count)} times, {worth_of(count)}. Since its "
         f"{ORDINALS[MARKED[0]]} epoch, at step {since:,}, its held-out loss rises ({held_out.before:.3g} to "
         f"{held_out.now:.3g}) while its training loss falls ({trained.before:.3g} to {trained.now:.3g}), and alpha/std "
         f"grew from {at_fourth:.3g} to {spread['mean'][-1]:.3g}: it is learned by heart. Lower its weight, let weights "
